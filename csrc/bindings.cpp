@@ -1,0 +1,187 @@
+// torch.ops.trellis_ops on the LibTorch stable ABI: checks, contiguous inputs, allocation, dispatch.
+// Schemas live in Python (meta/schemas.py); this file only implements them.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "cpu/codebook.h"
+#include "cpu/isa.h"
+#include "cpu/layer.h"
+#include "cpu/search.h"
+#include "parallel.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+trellis::DType dtype_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return trellis::DType::Half;
+    case ScalarType::BFloat16:
+      return trellis::DType::BFloat16;
+    default:
+      return trellis::DType::Float;
+  }
+}
+
+Tensor empty_like_device(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+// The matrix as kernels see it; `kept` holds the contiguous copies alive.
+trellis::Matrix matrix_of(const Tensor& packed, const std::optional<Tensor>& suh,
+                          const std::optional<Tensor>& svh, int64_t codebook,
+                          std::vector<Tensor>& kept) {
+  const auto keep = [&kept](const Tensor& t) {
+    kept.push_back(torch::stable::contiguous(t));
+    return kept.back().const_data_ptr();
+  };
+  trellis::Matrix w;
+  w.trellis = static_cast<const int16_t*>(keep(packed));
+  w.in_tiles = packed.size(0);
+  w.out_tiles = packed.size(1);
+  w.tile_words = static_cast<int>(packed.size(2));
+  w.values = trellis::codebook_values(static_cast<int>(codebook), w.tile_words / 16);
+  w.suh = suh ? static_cast<const uint16_t*>(keep(*suh)) : nullptr;
+  w.svh = svh ? static_cast<const uint16_t*>(keep(*svh)) : nullptr;
+  return w;
+}
+
+Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                    std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
+                    ScalarType out_dtype) {
+  const char* op = "trellis_gemm";
+  trellis::checks::trellis(op, packed, codebook);
+  trellis::checks::scale(op, "suh", suh, packed, 0);
+  trellis::checks::scale(op, "svh", svh, packed, 1);
+  trellis::checks::activations(op, "x", x, packed);
+  trellis::checks::out_features(op, out_features, packed);
+  trellis::checks::bias(op, bias, out_features, x, packed);
+  trellis::checks::out_dtype(op, out_dtype);
+
+  std::vector<Tensor> kept;
+  const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
+  kept.push_back(torch::stable::contiguous(x));
+  const Tensor& rows = kept.back();
+  std::vector<int64_t> shape;
+  int64_t count = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    shape.push_back(x.size(i));
+    count *= x.size(i);
+  }
+  shape.push_back(out_features);
+  Tensor out = empty_like_device(x, shape, out_dtype);
+  if (count == 0) return out;
+  Tensor scratch =
+      empty_like_device(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
+  const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
+                           x.size(x.dim() - 1)};
+  Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
+  trellis::gemm(w, view, bias ? added.const_data_ptr() : nullptr,
+                bias ? dtype_of(bias->scalar_type()) : trellis::DType::Float,
+                static_cast<float*>(scratch.mutable_data_ptr()), out.mutable_data_ptr(),
+                dtype_of(out_dtype), out_features);
+  return out;
+}
+
+Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                  int64_t codebook, ScalarType dtype) {
+  const char* op = "dequantize";
+  trellis::checks::trellis(op, packed, codebook);
+  trellis::checks::scale(op, "suh", suh, packed, 0);
+  trellis::checks::scale(op, "svh", svh, packed, 1);
+  trellis::checks::out_dtype(op, dtype);
+  std::vector<Tensor> kept;
+  const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
+  Tensor out = empty_like_device(packed, {w.in_features(), w.out_features()}, dtype);
+  trellis::dequantize(w, out.mutable_data_ptr(), dtype_of(dtype));
+  return out;
+}
+
+Tensor hadamard_128(Tensor x) {
+  const char* op = "hadamard_128";
+  trellis::checks::activation_dtype(op, "x", x);
+  const bool whole = x.dim() >= 1 && x.size(x.dim() - 1) % 128 == 0;
+  STD_TORCH_CHECK(whole, op, ": x has shape ", trellis::checks::shape_of(x),
+                  ", expected a last dimension that is a multiple of 128");
+  const Tensor rows = torch::stable::contiguous(x);
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
+  Tensor out = empty_like_device(x, shape, x.scalar_type());
+  trellis::hadamard_blocks(rows.const_data_ptr(), out.mutable_data_ptr(),
+                           dtype_of(x.scalar_type()), x.numel() / 128);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> quantize_tiles_isa(Tensor tiles, int64_t tile_words, int64_t codebook,
+                                              int64_t isa) {
+  const char* op = "quantize_tiles";
+  STD_TORCH_CHECK(tiles.scalar_type() == ScalarType::Float, op, ": tiles has dtype ",
+                  trellis::checks::name_of(tiles.scalar_type()), ", expected float32");
+  STD_TORCH_CHECK(tiles.dim() == 2 && tiles.size(1) == 256, op, ": tiles has shape ",
+                  trellis::checks::shape_of(tiles), ", expected [T, 256]");
+  trellis::checks::tile_words(op, "tiles", tile_words, codebook);
+  STD_TORCH_CHECK(isa >= 0 && isa < 63 && (trellis::available_isas() >> isa & 1), op, ": isa is ",
+                  isa, ", expected one that this machine can run");
+
+  const int words = static_cast<int>(tile_words);
+  const int64_t count = tiles.size(0);
+  const Tensor targets = torch::stable::contiguous(tiles);
+  Tensor states = empty_like_device(tiles, {count, 256}, ScalarType::Int);
+  Tensor values = empty_like_device(tiles, {count, 256}, ScalarType::Float);
+  const float* table = trellis::codebook_values(static_cast<int>(codebook), words / 16);
+  const trellis::SearchTile search = trellis::search_kernel(static_cast<trellis::Isa>(isa));
+
+  // One scratch block per worker; each takes tiles worker, worker + workers, ...
+  const int64_t workers = std::min<int64_t>(count, trellis::thread_count());
+  const int64_t bytes = (static_cast<int64_t>(trellis::search_scratch_bytes(words)) + 63) / 64 * 64;
+  Tensor scratch = empty_like_device(tiles, {workers * bytes + 64}, ScalarType::Byte);
+  const auto base = (reinterpret_cast<uintptr_t>(scratch.mutable_data_ptr()) + 63) / 64 * 64;
+  const float* target = static_cast<const float*>(targets.const_data_ptr());
+  int32_t* state = static_cast<int32_t*>(states.mutable_data_ptr());
+  float* value = static_cast<float*>(values.mutable_data_ptr());
+  trellis::parallel_for(workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
+      uint16_t path[256];
+      for (int64_t t = worker; t < count; t += workers) {
+        search(target + t * 256, table, words, reinterpret_cast<void*>(base + worker * bytes),
+               path);
+        for (int i = 0; i < 256; ++i) {
+          state[t * 256 + i] = path[i];
+          value[t * 256 + i] = table[path[i]];
+        }
+      }
+    }
+  });
+  return {states, values};
+}
+
+std::tuple<Tensor, Tensor> quantize_tiles(Tensor tiles, int64_t tile_words, int64_t codebook) {
+  return quantize_tiles_isa(tiles, tile_words, codebook, trellis::best_isa());
+}
+
+int64_t cpu_isas() { return trellis::available_isas(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
+  m.impl("trellis_gemm", TORCH_BOX(&trellis_gemm));
+  m.impl("trellis_gemm_inference", TORCH_BOX(&trellis_gemm));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("hadamard_128", TORCH_BOX(&hadamard_128));
+  m.impl("quantize_tiles", TORCH_BOX(&quantize_tiles));
+  m.impl("_quantize_tiles_isa", TORCH_BOX(&quantize_tiles_isa));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CompositeExplicitAutograd, m) {
+  m.impl("_cpu_isas", TORCH_BOX(&cpu_isas));
+}

@@ -1,0 +1,142 @@
+// Argument checks of the bindings, in the words of meta/checks.py: callers of torch.ops.trellis_ops
+// that bypass the Python entries get the same message (as RuntimeError).
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+namespace trellis::checks {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline const char* name_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::UInt16:
+      return "uint16";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); ++i)
+    text += (i ? ", " : "") + std::to_string(t.size(i));
+  return text + "]";
+}
+
+inline bool is_activation(ScalarType dtype) {
+  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float;
+}
+
+inline void activation_dtype(const char* op, const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(is_activation(t.scalar_type()), op, ": ", name, " has dtype ",
+                  name_of(t.scalar_type()), ", expected float16 or bfloat16 or float32");
+}
+
+inline void same_device(const char* op, const char* name, const Tensor& t, const char* base,
+                        const Tensor& reference) {
+  const bool same = t.device() == reference.device();
+  STD_TORCH_CHECK(same, op, ": ", name, " is on another device than ", base);
+}
+
+inline void out_dtype(const char* op, ScalarType dtype) {
+  STD_TORCH_CHECK(is_activation(dtype), op, ": dtype is ", name_of(dtype),
+                  ", expected float16 or bfloat16 or float32");
+}
+
+inline void tile_words(const char* op, const char* name, int64_t words, int64_t codebook) {
+  static const char* const names[] = {"3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16"};
+  const bool half = words == 24 || words == 40 || words == 56;
+  STD_TORCH_CHECK(half || (words % 16 == 0 && words >= 16 && words <= 128), op, ": ", name, " has ",
+                  words, " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
+  STD_TORCH_CHECK(codebook >= 0 && codebook < 5, op, ": codebook is ", codebook,
+                  ", expected 0 to 4");
+  STD_TORCH_CHECK(!half || codebook == 2, op, ": codebook ", names[codebook], " at ", words / 16,
+                  ".5 bits, expected mul1: half rates exist for mul1 only");
+  const bool e4m3 = codebook == 3 && (words < 32 || words > 96);
+  STD_TORCH_CHECK(!e4m3, op, ": codebook sqg_e4m3 at ", words / 16,
+                  " bits, expected bits in 2, 3, 4, 5, 6");
+  const bool fp16 = codebook == 4 && words != 80 && words != 96;
+  STD_TORCH_CHECK(!fp16, op, ": codebook sqg_fp16 at ", words / 16, " bits, expected bits in 5, 6");
+}
+
+inline void trellis(const char* op, const Tensor& t, int64_t codebook) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Short, op, ": trellis has dtype ",
+                  name_of(t.scalar_type()), ", expected int16");
+  STD_TORCH_CHECK(t.dim() == 3, op, ": trellis has ", t.dim(),
+                  " dimensions, expected 3: [in/16, out/16, 16*bits]");
+  tile_words(op, "trellis", t.size(2), codebook);
+}
+
+inline void scale(const char* op, const char* name, const std::optional<Tensor>& vector,
+                  const Tensor& trellis, int axis) {
+  if (!vector) return;
+  const char* side = axis == 0 ? "in" : "out";
+  const int64_t features = trellis.size(axis) * 16;
+  STD_TORCH_CHECK(vector->scalar_type() == ScalarType::Half, op, ": ", name, " has dtype ",
+                  name_of(vector->scalar_type()), ", expected float16");
+  STD_TORCH_CHECK(vector->dim() == 1 && vector->size(0) == features, op, ": ", name, " has shape ",
+                  shape_of(*vector), ", expected [", features, "] (", side,
+                  "_features of the trellis)");
+  STD_TORCH_CHECK(features % 128 == 0, op, ": trellis has ", features, " ", side,
+                  "_features, expected a multiple of 128 where ", name, " is given");
+  same_device(op, name, *vector, "trellis", trellis);
+}
+
+inline void activations(const char* op, const char* name, const Tensor& x, const Tensor& trellis) {
+  activation_dtype(op, name, x);
+  STD_TORCH_CHECK(x.dim() >= 1, op, ": ", name, " has 0 dimensions, expected at least 1");
+  same_device(op, "trellis", trellis, name, x);
+  const int64_t full = trellis.size(0) * 16, columns = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(columns <= full && columns > full - 128, op, ": ", name, " has ", columns,
+                  " columns, expected ", full > 127 ? full - 127 : 1, " to ", full,
+                  " (in_features of the trellis is ", full, ")");
+}
+
+inline void out_features(const char* op, int64_t got, const Tensor& trellis) {
+  const int64_t full = trellis.size(1) * 16;
+  STD_TORCH_CHECK(got <= full && got > full - 128 && got >= 1, op, ": out_features is ", got,
+                  ", expected ", full > 127 ? full - 127 : 1, " to ", full);
+}
+
+inline void bias(const char* op, const std::optional<Tensor>& vector, int64_t out_features,
+                 const Tensor& x, const Tensor& trellis) {
+  if (!vector) return;
+  activation_dtype(op, "bias", *vector);
+  const int64_t full = trellis.size(1) * 16;
+  const bool right = vector->dim() == 1 &&
+                     (vector->size(0) == out_features || vector->size(0) == full);
+  const std::string alternative =
+      full != out_features ? " or [" + std::to_string(full) + "]" : std::string();
+  STD_TORCH_CHECK(right, op, ": bias has shape ", shape_of(*vector), ", expected [", out_features,
+                  "]", alternative);
+  same_device(op, "bias", *vector, "x", x);
+}
+
+}  // namespace trellis::checks

@@ -1,0 +1,139 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../parallel.h"
+#include "hadamard.h"
+
+namespace trellis {
+namespace {
+
+// Rows that share one decoding of a slab: their sums (64 KiB) stay in the second-level cache.
+constexpr int kRowBlock = 128;
+
+// Power of two that brings the largest element of a row into [1, 2), so that neither the Hadamard
+// sums nor the product overflow float32 whatever the activations are. Its inverse is exact too.
+float row_scale(const Rows& x, int64_t row) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < x.columns; ++i)
+    largest = std::max(largest, std::fabs(load(x.data, row * x.columns + i, x.dtype)));
+  if (!(largest > 0.0f) || !std::isfinite(largest)) return 1.0f;
+  return std::ldexp(1.0f, std::clamp(std::ilogb(largest), -100, 126));
+}
+
+void transform_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
+  *scale = row_scale(x, row);
+  const float inverse = 1.0f / *scale;
+  const int64_t features = w.in_features();
+  for (int64_t i = 0; i < features; ++i) {
+    float value = 0.0f;
+    if (i < x.columns) value = load(x.data, row * x.columns + i, x.dtype) * inverse;
+    out[i] = w.suh != nullptr ? value * float_from_half(w.suh[i]) : value;
+  }
+  if (w.suh == nullptr) return;
+  for (int64_t block = 0; block < features; block += kHadamard) {
+    hadamard_128(out + block);
+    for (int i = 0; i < kHadamard; ++i) out[block + i] *= static_cast<float>(kInvSqrt128);
+  }
+}
+
+}  // namespace
+
+void gemm(const Matrix& w, const Rows& x, const void* bias, DType bias_dtype, float* scratch,
+          void* out, DType out_dtype, int64_t out_columns) {
+  const SlabKernels& kernels = generic_slab_kernels();
+  float* rows = scratch;
+  float* scales = scratch + x.count * w.in_features();
+  parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      transform_row(w, x, r, rows + r * w.in_features(), scales + r);
+  });
+
+  const int64_t column_blocks = (w.out_tiles + 7) / 8;
+  const int64_t row_blocks = (x.count + kRowBlock - 1) / kRowBlock;
+  parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float slab[16 * kSlabColumns];
+    alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
+    std::memset(slab, 0, sizeof(slab));
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first_row = item / column_blocks * kRowBlock;
+      const int64_t out_tile = item % column_blocks * 8;
+      const int count = static_cast<int>(std::min<int64_t>(kRowBlock, x.count - first_row));
+      const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
+      std::memset(sums, 0, sizeof(float) * kSlabColumns * count);
+      for (int64_t in_tile = 0; in_tile < w.in_tiles; ++in_tile) {
+        kernels.decode(w, in_tile, out_tile, tiles, slab);
+        kernels.multiply(rows + first_row * w.in_features() + in_tile * 16, w.in_features(), count,
+                         slab, sums);
+      }
+      const int64_t first_column = out_tile * 16;
+      const int64_t columns = std::min<int64_t>(tiles * 16, out_columns - first_column);
+      for (int r = 0; r < count; ++r) {
+        float* row = sums + r * kSlabColumns;
+        if (w.svh != nullptr) hadamard_128(row);
+        for (int64_t c = 0; c < columns; ++c) {
+          float value = row[c];
+          if (w.svh != nullptr)
+            value *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[first_column + c]);
+          value *= scales[first_row + r];
+          if (bias != nullptr) value += load(bias, first_column + c, bias_dtype);
+          store(out, (first_row + r) * out_columns + first_column + c, out_dtype, value);
+        }
+      }
+    }
+  });
+}
+
+void dequantize(const Matrix& w, void* out, DType out_dtype) {
+  const SlabKernels& kernels = generic_slab_kernels();
+  const int64_t column_blocks = (w.out_tiles + 7) / 8;
+  const int64_t row_blocks = (w.in_tiles + 7) / 8;
+  const bool plain = w.suh == nullptr && w.svh == nullptr;
+  parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
+    static thread_local float block[kHadamard * kSlabColumns];
+    float column[kHadamard];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t in_tile = item / column_blocks * 8, out_tile = item % column_blocks * 8;
+      const int rows = static_cast<int>(std::min<int64_t>(8, w.in_tiles - in_tile)) * 16;
+      const int columns = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile)) * 16;
+      for (int t = 0; t < rows / 16; ++t)
+        kernels.decode(w, in_tile + t, out_tile, columns / 16, block + 16 * t * kSlabColumns);
+      for (int c = 0; w.suh != nullptr && c < columns; ++c) {
+        for (int r = 0; r < kHadamard; ++r) column[r] = block[r * kSlabColumns + c];
+        hadamard_128(column);
+        for (int r = 0; r < kHadamard; ++r)
+          block[r * kSlabColumns + c] = column[r] * static_cast<float>(kInvSqrt128);
+      }
+      for (int r = 0; r < rows; ++r) {
+        float* row = block + r * kSlabColumns;
+        if (w.svh != nullptr) hadamard_128(row);
+        const int64_t in_feature = in_tile * 16 + r;
+        for (int c = 0; c < columns; ++c) {
+          float value = row[c];
+          if (!plain) {
+            if (w.svh != nullptr)
+              value *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[out_tile * 16 + c]);
+            if (w.suh != nullptr) value *= float_from_half(w.suh[in_feature]);
+          }
+          store(out, in_feature * w.out_features() + out_tile * 16 + c, out_dtype, value);
+        }
+      }
+    }
+  });
+}
+
+void hadamard_blocks(const void* x, void* out, DType dtype, int64_t blocks) {
+  parallel_for(blocks, 64, [&](int64_t begin, int64_t end) {
+    double block[kHadamard];
+    for (int64_t b = begin; b < end; ++b) {
+      for (int i = 0; i < kHadamard; ++i) block[i] = load(x, b * kHadamard + i, dtype);
+      hadamard_128(block);
+      for (int i = 0; i < kHadamard; ++i)
+        store(out, b * kHadamard + i, dtype, static_cast<float>(block[i] * kInvSqrt128));
+    }
+  });
+}
+
+}  // namespace trellis

@@ -1,0 +1,82 @@
+// Decoding and multiplying one 16 x 128 slab in plain C++, for any machine.
+#include <cstring>
+
+#include "layer.h"
+
+namespace trellis {
+namespace {
+
+// Four positions at a time: their states lie in one 64-bit window at every rate.
+template <int kWords>
+void decode_tile(const int16_t* tile, const float* values, float* slab) {
+  // The stream's 16-bit words in order, with the neighbours that windows reach around its seam.
+  uint16_t stream[1 + kWords + 3];
+  uint16_t* const words = stream + 1;
+  for (int i = 0; i < kWords; ++i) words[i] = static_cast<uint16_t>(tile[i ^ 1]);
+  words[-1] = words[kWords - 1];
+  for (int i = 0; i < 3; ++i) words[kWords + i] = words[i];
+
+  for (int group = 0; group < 64; ++group) {
+    // A state is the 16 stream bits that end with its symbol; counted from the word before bit 0.
+    const int first = 4 * group * kWords / 16 + kWords / 16;
+    const uint16_t* from = words - 1 + first / 16;
+    const uint64_t window = static_cast<uint64_t>(from[0]) << 48 |
+                            static_cast<uint64_t>(from[1]) << 32 |
+                            static_cast<uint64_t>(from[2]) << 16 | from[3];
+    float* const out = slab + (group & 6) * kSlabColumns + (group >> 3) + 8 * (group & 1);
+    for (int j = 0; j < 4; ++j) {
+      const int end = (4 * group + j + 1) * kWords / 16;
+      const uint64_t state = window >> (48 - first % 16 - (end - first)) & 0xFFFFu;
+      out[((j & 1) + 8 * (j >> 1)) * kSlabColumns] = values[state];
+    }
+  }
+}
+
+using DecodeTile = void (*)(const int16_t*, const float*, float*);
+
+DecodeTile decoder(int tile_words) {
+  switch (tile_words) {
+    case 16: return decode_tile<16>;
+    case 24: return decode_tile<24>;
+    case 32: return decode_tile<32>;
+    case 40: return decode_tile<40>;
+    case 48: return decode_tile<48>;
+    case 56: return decode_tile<56>;
+    case 64: return decode_tile<64>;
+    case 80: return decode_tile<80>;
+    case 96: return decode_tile<96>;
+    case 112: return decode_tile<112>;
+    default: return decode_tile<128>;
+  }
+}
+
+void decode(const Matrix& w, int64_t in_tile, int64_t out_tile, int tiles, float* slab) {
+  const DecodeTile decode_one = decoder(w.tile_words);
+  const int16_t* tile = w.trellis + (in_tile * w.out_tiles + out_tile) * w.tile_words;
+  for (int t = 0; t < tiles; ++t) decode_one(tile + t * w.tile_words, w.values, slab + 16 * t);
+}
+
+void multiply(const float* x, int64_t x_stride, int rows, const float* slab, float* sums) {
+  // 32 sums stay in registers over the 16 inputs.
+  constexpr int kGroup = 32;
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < kSlabColumns; c += kGroup) {
+      float group[kGroup];
+      std::memcpy(group, sums + r * kSlabColumns + c, sizeof(group));
+      for (int k = 0; k < 16; ++k) {
+        const float activation = x[r * x_stride + k];
+        for (int i = 0; i < kGroup; ++i) group[i] += activation * slab[k * kSlabColumns + c + i];
+      }
+      std::memcpy(sums + r * kSlabColumns + c, group, sizeof(group));
+    }
+  }
+}
+
+}  // namespace
+
+const SlabKernels& generic_slab_kernels() {
+  static const SlabKernels kernels{"generic", decode, multiply};
+  return kernels;
+}
+
+}  // namespace trellis

@@ -1,0 +1,35 @@
+"""trellis_ops: EXL3 (ExLlamaV3 trellis) quantised weights as torch.library ops and modules."""
+
+from . import _binary
+
+_binary.load()
+
+from . import _register as _register  # noqa: E402  (implementations follow the library)
+from .formats import CODEBOOKS, TrellisTensor  # noqa: E402
+from .nn import Exl3Linear  # noqa: E402
+from .ops import (  # noqa: E402
+    dequantize,
+    hadamard_128,
+    pack_trellis,
+    parity_gemm,
+    quantize_tiles,
+    trellis_gemm,
+    unpack_trellis,
+)
+from .quantize import quantize_linear  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CODEBOOKS",
+    "Exl3Linear",
+    "TrellisTensor",
+    "dequantize",
+    "hadamard_128",
+    "pack_trellis",
+    "parity_gemm",
+    "quantize_linear",
+    "quantize_tiles",
+    "trellis_gemm",
+    "unpack_trellis",
+]

@@ -1,0 +1,131 @@
+"""Attaches the PyTorch implementations and the autograd formulas to the schemas, at import.
+
+The shared library registers its kernels under the CPU (and CUDA) dispatch keys by itself; what is
+registered here under CompositeExplicitAutograd serves every other device.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from . import _binary, reference
+from .formats import tiles
+from .meta import LIBRARY, NAMESPACE
+
+_EVERYWHERE = "CompositeExplicitAutograd"
+
+
+def _unpack_trellis(trellis):
+    return tiles.unpack_states(trellis)
+
+
+def _pack_trellis(states, tile_words):
+    closed = tiles.is_closed_path(states, tile_words)
+    if not bool(closed.all()):
+        bad = int((~closed).flatten().nonzero()[0])
+        raise ValueError(
+            f"pack_trellis: states of tile {bad} are no closed path at "
+            f"{tiles.bits_of(tile_words)} bits, expected each state to continue the one before it"
+        )
+    return tiles.pack_states(states, tile_words)
+
+
+def _without_kernel(name: str, implementation):
+    """The reference where the library has no kernel: never on the CPU, elsewhere with a warning."""
+
+    def run(*args):
+        device = args[0].device.type
+        if device == "cpu":
+            _binary.require(name)
+        _warn_slow(name, device)
+        return implementation(*args)
+
+    return run
+
+
+def _warn_slow(name: str, device: str) -> None:
+    warnings.warn(
+        f"trellis_ops::{name} has no {device} kernel in this build; the slow PyTorch reference runs",
+        stacklevel=2,
+    )
+
+
+# Exact and plain on every device: these are the ops, not a fallback.
+for _name, _function in {
+    "parity_gemm": reference.linear,
+    "gemm_input_grad": reference.input_grad,
+    "unpack_trellis": _unpack_trellis,
+    "pack_trellis": _pack_trellis,
+}.items():
+    LIBRARY.impl(_name, _function, _EVERYWHERE)
+
+for _name, _function in {
+    "trellis_gemm": reference.linear,
+    "trellis_gemm_inference": reference.linear,
+    "dequantize": reference.dequantize,
+    "hadamard_128": reference.hadamard_128,
+    "quantize_tiles": reference.quantize_tiles,
+}.items():
+    LIBRARY.impl(_name, _without_kernel(_name, _function), _EVERYWHERE)
+
+
+# ---- autograd -----------------------------------------------------------------------------------
+# The layer is linear in x, and everything else is frozen: one formula, its own transpose's inverse.
+
+
+def _save_gemm(ctx, inputs, output):
+    x, trellis, suh, svh, _, codebook, _, _ = inputs
+    ctx.save_for_backward(trellis, suh, svh)
+    ctx.codebook, ctx.in_features, ctx.dtype = codebook, x.shape[-1], x.dtype
+
+
+def _gemm_backward(ctx, grad):
+    trellis, suh, svh = ctx.saved_tensors
+    dx = torch.ops.trellis_ops.gemm_input_grad(
+        grad, trellis, suh, svh, ctx.codebook, ctx.in_features, ctx.dtype
+    )
+    return dx, None, None, None, None, None, None, None
+
+
+def _save_input_grad(ctx, inputs, output):
+    grad, trellis, suh, svh, codebook, _, _ = inputs
+    ctx.save_for_backward(trellis, suh, svh)
+    ctx.codebook, ctx.out_features, ctx.dtype = codebook, grad.shape[-1], grad.dtype
+
+
+def _input_grad_backward(ctx, grad):
+    trellis, suh, svh = ctx.saved_tensors
+    back = torch.ops.trellis_ops.trellis_gemm(
+        grad, trellis, suh, svh, None, ctx.codebook, ctx.out_features, ctx.dtype
+    )
+    return back, None, None, None, None, None, None
+
+
+def _hadamard_backward(ctx, grad):
+    return torch.ops.trellis_ops.hadamard_128(grad)
+
+
+for _name in ("trellis_gemm", "parity_gemm"):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}", _gemm_backward, setup_context=_save_gemm, lib=LIBRARY
+    )
+torch.library.register_autograd(
+    f"{NAMESPACE}::gemm_input_grad",
+    _input_grad_backward,
+    setup_context=_save_input_grad,
+    lib=LIBRARY,
+)
+torch.library.register_autograd(f"{NAMESPACE}::hadamard_128", _hadamard_backward, lib=LIBRARY)
+
+# Their results carry no gradient, by contract; a fallthrough says so without the cost of a node.
+for _name in (
+    "trellis_gemm_inference",
+    "dequantize",
+    "unpack_trellis",
+    "pack_trellis",
+    "quantize_tiles",
+    "_quantize_tiles_isa",
+):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,0 +1,3 @@
+"""Drop-in modules."""
+
+from .linear import Exl3Linear as Exl3Linear
