@@ -117,8 +117,8 @@ Tensor hadamard_128(Tensor x) {
   std::vector<int64_t> shape;
   for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
   Tensor out = empty_like_device(x, shape, x.scalar_type());
-  trellis::hadamard_blocks(rows.const_data_ptr(), out.mutable_data_ptr(),
-                           dtype_of(x.scalar_type()), x.numel() / 128);
+  trellis::hadamard_blocks(rows.const_data_ptr(), out.mutable_data_ptr(), dtype_of(x.scalar_type()),
+                           x.numel() / 128);
   return out;
 }
 

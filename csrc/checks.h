@@ -45,8 +45,7 @@ inline const char* name_of(ScalarType dtype) {
 
 inline std::string shape_of(const Tensor& t) {
   std::string text = "[";
-  for (int64_t i = 0; i < t.dim(); ++i)
-    text += (i ? ", " : "") + std::to_string(t.size(i));
+  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
   return text + "]";
 }
 
@@ -74,7 +73,8 @@ inline void tile_words(const char* op, const char* name, int64_t words, int64_t 
   static const char* const names[] = {"3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16"};
   const bool half = words == 24 || words == 40 || words == 56;
   STD_TORCH_CHECK(half || (words % 16 == 0 && words >= 16 && words <= 128), op, ": ", name, " has ",
-                  words, " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
+                  words,
+                  " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
   STD_TORCH_CHECK(codebook >= 0 && codebook < 5, op, ": codebook is ", codebook,
                   ", expected 0 to 4");
   STD_TORCH_CHECK(!half || codebook == 2, op, ": codebook ", names[codebook], " at ", words / 16,
@@ -130,8 +130,8 @@ inline void bias(const char* op, const std::optional<Tensor>& vector, int64_t ou
   if (!vector) return;
   activation_dtype(op, "bias", *vector);
   const int64_t full = trellis.size(1) * 16;
-  const bool right = vector->dim() == 1 &&
-                     (vector->size(0) == out_features || vector->size(0) == full);
+  const bool right =
+      vector->dim() == 1 && (vector->size(0) == out_features || vector->size(0) == full);
   const std::string alternative =
       full != out_features ? " or [" + std::to_string(full) + "]" : std::string();
   STD_TORCH_CHECK(right, op, ": bias has shape ", shape_of(*vector), ", expected [", out_features,

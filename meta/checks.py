@@ -167,7 +167,8 @@ def hadamard(op: str, x: torch.Tensor) -> None:
     _dtype(op, "x", x, FLOATS)
     if x.dim() < 1 or x.shape[-1] % 128 != 0:
         raise ValueError(
-            f"{op}: x has shape {list(x.shape)}, expected a last dimension that is a multiple of 128"
+            f"{op}: x has shape {list(x.shape)}, "
+            "expected a last dimension that is a multiple of 128"
         )
 
 

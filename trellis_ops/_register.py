@@ -47,7 +47,8 @@ def _without_kernel(name: str, implementation):
 
 def _warn_slow(name: str, device: str) -> None:
     warnings.warn(
-        f"trellis_ops::{name} has no {device} kernel in this build; the slow PyTorch reference runs",
+        f"trellis_ops::{name} has no {device} kernel in this build; "
+        "the slow PyTorch reference runs",
         stacklevel=2,
     )
 

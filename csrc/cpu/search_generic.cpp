@@ -24,23 +24,41 @@ struct Lanes {
   template <int G>
   static Block transpose(const Block& x) {
     Block r;
-    for (int i = 0; i < LANES; ++i) r.lane[i] = x.lane[i % (LANES / G) * G + i / (LANES / G)];
+    for (int j = 0; j < G; ++j)
+      for (int l = 0; l < LANES / G; ++l) r.lane[j * (LANES / G) + l] = x.lane[l * G + j];
     return r;
   }
   template <int G>
   static Block broadcast(const T* c) {
+    // In 16-byte stores: narrower ones would stall the vector loads that follow
+    struct alignas(16) Sixteen {
+      uint64_t half[2];
+    } x;
+    constexpr size_t span = G * sizeof(T);
     Block r;
-    for (int i = 0; i < LANES; i += G) std::memcpy(r.lane + i, c, G * sizeof(T));
+    if constexpr (span == 4) {
+      uint32_t y;
+      std::memcpy(&y, c, 4);
+      x.half[0] = x.half[1] = y * uint64_t{0x100000001};
+    } else if constexpr (span == 8) {
+      std::memcpy(&x.half[0], c, 8);
+      x.half[1] = x.half[0];
+    }
+    if constexpr (span < 16) {
+      for (size_t i = 0; i < sizeof(r.lane) / 16; ++i) std::memcpy(r.lane + i * (16 / sizeof(T)), &x, 16);
+    } else {
+      for (int i = 0; i < LANES; i += G) std::memcpy(r.lane + i, c, span);
+    }
     return r;
   }
   static T lowest(const Block& x) { return *std::min_element(x.lane, x.lane + LANES); }
 };
 
 struct IntGeneric : Lanes<uint16_t, 32> {
+  static uint16_t minus(uint16_t a, uint16_t b) { return static_cast<uint16_t>(a > b ? a - b : 0); }
   static Block sub(const Block& a, const Block& b) {
     Block r;
-    for (int i = 0; i < 32; ++i)
-      r.lane[i] = static_cast<uint16_t>(a.lane[i] > b.lane[i] ? a.lane[i] - b.lane[i] : 0);
+    for (int i = 0; i < 32; ++i) r.lane[i] = minus(a.lane[i], b.lane[i]);
     return r;
   }
   static Block quantize(const float* v, float scale) {

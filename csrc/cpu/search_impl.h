@@ -3,28 +3,31 @@
 // Idea. Between two neighbouring positions lies an edge, the bits their states share. A state is
 // (a | m | l): incoming edge (a, m), outgoing edge (m, l). One step of the dynamic programme is
 //     new[m, l] = min over a of  old[a, m] + (value[a, m, l] - target)^2,
-// 65,536 candidates at any rate, 256 steps a tile. The path must close: a first pass over a window
-// around the seam (free at both ends) picks the edge before position 0, the second pass runs over
-// the whole tile from that edge back to it. No back pointers: the costs of every step are kept and
-// the argmin is taken again, for one edge a step, when the path is read off backwards.
+// 65,536 candidates at any rate. No back pointers: the costs of every step are kept, and the argmin
+// is taken again, for one edge a step, when the path is read off backwards.
 //
-// Cost model. Nothing but the candidates counts: 65,536 x (256 + 2 x window). Pruning by cost does
-// not pay: a tail target (|w| > 2 std) has few good values, so a path 20 times the mean step error
-// behind the best still wins often; a threshold that keeps the loss under 1 % keeps 40 % of the
-// edges at 4 bits (50 % at 6), too dense for a list. So the search is exhaustive and the
-// arithmetic cheap instead: at up to 4 bits costs are 16-bit integers, 32 lanes in a 512-bit
-// register, four instructions (subtract, rounding high multiply, saturating add, minimum). The
-// step error is then 8 units or more, so rounding is a few percent of it, random, and costs
-// under 0.1 % MSE. From 5 bits on it would be under 3 units: float32, subtract, fma, minimum.
+// Closing the path. The search starts free a little before the seam (`search_window`) and goes once
+// round to the seam. Survivors merge on the way back, so whatever edge a path ends in, it came through
+// the same edge at the seam nearly always; the path that ends in that edge is closed and, given it, the
+// best. When they have not merged (2 % of the tiles at 4 bits, 10 % at 2), a second round is forced to
+// start and end there. That is 256 + window steps instead of the usual 256 + 2 windows or more.
+//
+// Cost model. Only the candidates count: 65,536 x (256 + window). Pruning does not pay: targets in
+// the tails have few good values, so a path 20 mean step errors behind the best often still wins; a
+// threshold that loses 1 % MSE keeps 40 % of the edges at 4 bits and even more at 6, too dense for a
+// list. So the search is exhaustive and the arithmetic cheap: at up to 4 bits costs are 16-bit
+// integers, 32 lanes in a 512-bit register, four instructions (subtract, rounding high multiply,
+// saturating add, minimum). The mean step error is then 7 units or more and rounding costs 0.04 %
+// MSE. From 5 bits on it would be 2 units or less, so: float32, subtract, fma, minimum.
 //
 // Layout. Lanes hold (l, j) with j fastest, j counting G neighbouring m: the old costs of a block
-// are then G contiguous elements repeated, a broadcasting load, and no shuffle is needed per
-// candidate, only one per finished block. The values are copied into that order first (about 1 % of
-// the time), so a step reads them as one sequential stream.
+// are then G contiguous elements repeated, a broadcasting load, and shuffles are needed per finished
+// block, not per candidate. The values are copied into that order first (2 % of the time), so that a
+// step reads them as one stream, from the second-level cache.
 //
 // Reproducibility. The integer search gives the same states on every instruction set. The float
-// search rounds once per candidate with fma and twice without, so its states may differ between the
-// generic and the AVX builds (the error hardly does).
+// search rounds once per candidate with fma and twice without, so there the generic build may choose
+// another of two paths that are equal but for rounding.
 #pragma once
 
 #include <algorithm>
@@ -164,15 +167,19 @@ class TileSearch {
     if (W0 != W1) search_.template prepare<W0, W1>(values, values_ + 65536);
   }
 
-  // False if the path found does not close (only when 16-bit costs ran out of range).
-  bool run(int window, uint16_t* states) {
-    for (int e = 0; e < 65536 >> W0; ++e) rows_[e] = 0;
-    forward(256 - window, 2 * window);
-    const Cost* last = row(2 * window);
-    int edge = static_cast<int>(std::min_element(last, last + (65536 >> W0)) - last);
-    edge = backward(256 - window, window, 2 * window, edge, nullptr);
-
-    for (int e = 0; e < 65536 >> W0; ++e) rows_[e] = Search::unreachable();
+  // False if the path found does not close: only a forced round whose 16-bit costs saturated, which
+  // makes edges that cannot be reached look as good as the others.
+  bool run(uint16_t* states) {
+    constexpr int lead = search_window(W0 + W1), last = lead + 256;
+    std::fill_n(rows_, 65536 >> W0, Cost{0});
+    forward(256 - lead, last);
+    int edge = static_cast<int>(std::min_element(row(last), row(last) + (65536 >> W0)) - row(last));
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      const int start = backward(256 - lead, lead, last, edge, states);
+      if (start == edge) return true;
+      edge = start;
+    }
+    std::fill_n(rows_, 65536 >> W0, Search::unreachable());
     rows_[edge] = 0;
     forward(0, 256);
     return backward(0, 0, 256, edge, states) == edge;
@@ -191,7 +198,8 @@ class TileSearch {
     }
   }
 
-  // Follows the best path from `edge` after step `end` back to the edge before step `begin`.
+  // Step i codes position first + i. Follows the best path from `edge` after step `end` - 1 back to
+  // the edge before step `begin`, the smallest `a` winning ties.
   int backward(int first, int begin, int end, int edge, uint16_t* states) {
     for (int i = end - 1; i >= begin; --i) {
       const int p = (first + i) & 255;
@@ -204,7 +212,7 @@ class TileSearch {
         const auto x = search_.candidate(from[s >> width], codebook_[s], target_[p]);
         if (x < best) best = x, state = s;
       }
-      if (states) states[p] = static_cast<uint16_t>(state);
+      states[p] = static_cast<uint16_t>(state);
       edge = state >> width;
     }
     return edge;
@@ -219,7 +227,6 @@ class TileSearch {
 
 template <class VI, class VF, int W0, int W1>
 void search_rate(const float* target, const float* values, void* scratch, uint16_t* states) {
-  constexpr int window = search_window(W0 + W1);
   alignas(64) float w[256];
   const float highest = VF::highest_magnitude(values, 65536);
   float peak = 0;
@@ -234,11 +241,11 @@ void search_rate(const float* target, const float* values, void* scratch, uint16
     // wrapped ones still look like (2 * kRange - 1 - kReach) * highest, far from a good match
     if (peak <= kReach * highest && highest > 1e-20f && highest < 1e20f) {
       const IntSearch<VI> search{32767.0f / (kRange * highest)};
-      if (TileSearch<IntSearch<VI>, W0, W1>(search, w, values, scratch).run(window, states)) return;
+      if (TileSearch<IntSearch<VI>, W0, W1>(search, w, values, scratch).run(states)) return;
     }
   }
   const FloatSearch<VF> search;
-  if (!TileSearch<FloatSearch<VF>, W0, W1>(search, w, values, scratch).run(window, states))
+  if (!TileSearch<FloatSearch<VF>, W0, W1>(search, w, values, scratch).run(states))
     std::memset(states, 0, 256 * sizeof(*states));  // only for a codebook with NaNs: closed, at least
 }
 

@@ -36,17 +36,28 @@ using DecodeTile = void (*)(const int16_t*, const float*, float*);
 
 DecodeTile decoder(int tile_words) {
   switch (tile_words) {
-    case 16: return decode_tile<16>;
-    case 24: return decode_tile<24>;
-    case 32: return decode_tile<32>;
-    case 40: return decode_tile<40>;
-    case 48: return decode_tile<48>;
-    case 56: return decode_tile<56>;
-    case 64: return decode_tile<64>;
-    case 80: return decode_tile<80>;
-    case 96: return decode_tile<96>;
-    case 112: return decode_tile<112>;
-    default: return decode_tile<128>;
+    case 16:
+      return decode_tile<16>;
+    case 24:
+      return decode_tile<24>;
+    case 32:
+      return decode_tile<32>;
+    case 40:
+      return decode_tile<40>;
+    case 48:
+      return decode_tile<48>;
+    case 56:
+      return decode_tile<56>;
+    case 64:
+      return decode_tile<64>;
+    case 80:
+      return decode_tile<80>;
+    case 96:
+      return decode_tile<96>;
+    case 112:
+      return decode_tile<112>;
+    default:
+      return decode_tile<128>;
   }
 }
 

@@ -87,9 +87,7 @@ def marker_tensor(codebook: str, device: torch.device | str | None = None) -> to
     return torch.tensor(value - (1 << 32) * (value >> 31), dtype=torch.int32, device=device)
 
 
-def codebook_table(
-    codebook: str, bits: float, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def codebook_table(codebook: str, bits: float, device: torch.device | str = "cpu") -> torch.Tensor:
     """Value of every state.
 
     Args:
@@ -114,7 +112,7 @@ def codebook_table(
     return _build(codebook, key, device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cpu_table(codebook: str, bits: int) -> torch.Tensor:
     # A table first needed inside inference_mode must not be an inference tensor for ever.
     with torch.inference_mode(False):
@@ -138,7 +136,9 @@ def _two_halves(states: torch.Tensor, codebook: str) -> torch.Tensor:
         x = states * MARKERS["mcg"]
     x = (x & _HALVES_AND) ^ _HALVES_XOR
     # Halves lie in [1/8, 2) with either sign: their float32 sum is exact, so one rounding remains.
-    return (_half_from_bits(x & 0xFFFF).float() + _half_from_bits((x >> 16) & 0xFFFF).float()).half()
+    return (
+        _half_from_bits(x & 0xFFFF).float() + _half_from_bits((x >> 16) & 0xFFFF).float()
+    ).half()
 
 
 def _mul1(states: torch.Tensor) -> torch.Tensor:

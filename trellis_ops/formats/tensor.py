@@ -74,9 +74,7 @@ class TrellisTensor:
     def to(self, device: torch.device | str) -> TrellisTensor:
         """The same on another device."""
         moved = {
-            name: part.to(device)
-            for name in FIELDS
-            if (part := getattr(self, name)) is not None
+            name: part.to(device) for name in FIELDS if (part := getattr(self, name)) is not None
         }
         return replace(self, **moved)
 
@@ -84,17 +82,13 @@ class TrellisTensor:
         """The weight in the original basis and nn.Linear's orientation, [out, in], trimmed."""
         from .. import ops
 
-        full = ops.dequantize(
-            self.trellis, self.suh, self.svh, codebook=self.codebook, dtype=dtype
-        )
+        full = ops.dequantize(self.trellis, self.suh, self.svh, codebook=self.codebook, dtype=dtype)
         return full[: self.in_features, : self.out_features].T.contiguous()
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """The tensors under the names that a checkpoint gives them, the marker among them."""
         tensors = {
-            prefix + name: part
-            for name in FIELDS
-            if (part := getattr(self, name)) is not None
+            prefix + name: part for name in FIELDS if (part := getattr(self, name)) is not None
         }
         marker = codebooks.marker_of(self.codebook)
         if marker is not None:
@@ -132,7 +126,9 @@ class TrellisTensor:
                 raise ValueError(f"{prefix}{name}: unknown tensor, expected one of {known}")
         if "trellis" not in own:
             raise ValueError(f"{prefix}trellis: missing")
-        found = codebook_from_markers(own, prefix, tiles.bits_of(own["trellis"].shape[-1]), codebook)
+        found = codebook_from_markers(
+            own, prefix, tiles.bits_of(own["trellis"].shape[-1]), codebook
+        )
         vectors = {}
         for name, legacy in (("suh", "su"), ("svh", "sv")):
             if name in own:

@@ -119,6 +119,6 @@ def matrix_to_tiles(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(words: torch.Tensor) -> torch.Tensor:
-    """Legacy ``su`` / ``sv``: int16 [n/16] sign words -> float16 [n]; a set bit is -1, LSB first."""
+    """Legacy ``su`` / ``sv``: int16 [n/16] -> float16 [n]; a set bit, LSB first, is -1."""
     bit = (words.to(torch.int64)[:, None] >> torch.arange(16, device=words.device)) & 1
     return (1 - 2 * bit).flatten().to(torch.float16)

@@ -40,8 +40,8 @@ class PackedWeight:
 
 
 _NO_WEIGHT = (
-    "Exl3Linear keeps its weight packed and has no dense one: call .dequantize() for a copy, or the "
-    "module itself for the product"
+    "Exl3Linear keeps its weight packed and has no dense one: call .dequantize() for a copy, "
+    "or the module itself for the product"
 )
 
 
@@ -148,7 +148,7 @@ class Exl3Linear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features] in x.dtype (the autocast dtype under autocast)."""
+        """[..., in_features] -> [..., out_features], in x.dtype or the autocast dtype."""
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Exl3Linear: x has {x.shape[-1]} columns, expected in_features {self.in_features}"
@@ -170,9 +170,7 @@ class Exl3Linear(nn.Module):
     @property
     def weight(self) -> PackedWeight:
         """No tensor: an object that knows dtype, device and shape, and says so when used as one."""
-        return PackedWeight(
-            (self.out_features, self.in_features), self.dtype, self.trellis.device
-        )
+        return PackedWeight((self.out_features, self.in_features), self.dtype, self.trellis.device)
 
     def extra_repr(self) -> str:
         return (

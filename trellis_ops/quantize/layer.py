@@ -80,9 +80,7 @@ def quantize_linear(
         )
 
 
-def _check(
-    weight: torch.Tensor, hessian: torch.Tensor | None, bias: torch.Tensor | None
-) -> None:
+def _check(weight: torch.Tensor, hessian: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     op = "quantize_linear"
     if not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point:
         got = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
@@ -92,9 +90,9 @@ def _check(
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{op}: weight has NaN or infinite elements, expected finite ones")
     largest = float(weight.abs().max())
-    if largest > 2.0**20 or 0 < largest < 2.0**-40:
+    if largest > 2.0**20 or 0 < largest < 2.0**-28:
         raise ValueError(
-            f"{op}: weight's largest magnitude is {largest:g}, expected 2^-40 to 2^20 "
+            f"{op}: weight's largest magnitude is {largest:g}, expected 2^-28 to 2^20 "
             "(beyond, float16 scales cannot hold it)"
         )
     features = weight.shape[1]
@@ -109,9 +107,7 @@ def _check(
                 "x x' over calibration rows (None: none were seen)"
             )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"{op}: bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]"
-        )
+        raise ValueError(f"{op}: bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
 
 
 def _rotated_hessian(hessian: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:
@@ -125,9 +121,7 @@ def _rotated_hessian(hessian: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:
     return h + 1e-4 * h.diagonal().mean() * torch.eye(h.shape[0], device=h.device)
 
 
-def _proxy_error(
-    target: torch.Tensor, coded: torch.Tensor, hessian: torch.Tensor | None
-) -> float:
+def _proxy_error(target: torch.Tensor, coded: torch.Tensor, hessian: torch.Tensor | None) -> float:
     error = target - coded
     if hessian is None:
         part, whole = error.square().sum(), target.square().sum()

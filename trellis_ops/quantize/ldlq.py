@@ -22,7 +22,7 @@ Coder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def damped(hessian: torch.Tensor) -> torch.Tensor:
-    """The Hessian with a fraction of its mean diagonal added, for inputs that calibration missed."""
+    """The Hessian plus a fraction of its mean diagonal, for inputs that calibration missed."""
     return hessian + _DAMPING * hessian.diagonal().mean() * torch.eye(
         hessian.shape[0], dtype=hessian.dtype, device=hessian.device
     )

@@ -15,13 +15,16 @@ import torch
 from ..formats import tiles
 from ..reference.gemm import hadamard_matrix
 
-# Outside this range a typical suh would lose bits to float16's ends; svh takes a power of two over.
+# Where typical weights lie outside this range, svh takes half of their magnitude's exponent.
 _SUH_LOW, _SUH_HIGH = 2.0**-9, 2.0**3
 
 
 @dataclass
 class Regularized:
-    """``unit`` [in, out] float32, mean square 1 per 128-block of rows; W = diag(rows) H unit H diag(svh)."""
+    """W = diag(rows) H unit H diag(svh).
+
+    ``unit`` is float32 [in, out] with mean square 1 in every block of 128 rows.
+    """
 
     unit: torch.Tensor
     rows: torch.Tensor
@@ -74,10 +77,10 @@ def regularize(weight: torch.Tensor, seed: int) -> Regularized:
 
 
 def _level(mean: float) -> float:
-    """Power of two that svh carries so that suh stays well inside float16."""
+    """Power of two that svh carries so that neither vector meets float16's ends."""
     if _SUH_LOW <= mean <= _SUH_HIGH:
         return 1.0
-    return 2.0 ** round(math.log2(mean / 2.0**-3))
+    return 2.0 ** round(math.log2(mean) / 2)
 
 
 def _divide(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def dequantize(
     codebook: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[in, out]: diag(suh) H decode(trellis) H diag(svh); a side without its vector stays as it is."""
+    """[in, out]: diag(suh) H decode(trellis) H diag(svh); no vector: no transform."""
     weight = inner_weight(trellis, codebook)
     if suh is None and svh is None:
         return weight.to(dtype)

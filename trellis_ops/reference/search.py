@@ -1,7 +1,7 @@
 """Tail-biting trellis search in PyTorch: full Viterbi, vectorised over states and tiles.
 
-Between two neighbouring weights lies an *edge*: the bits their two states share. A state splits into
-the incoming edge (its high bits) and the outgoing edge (its low bits), so one step is
+Between two neighbouring weights lies an *edge*: the bits their two states share. A state splits
+into the incoming edge (its high bits) and the outgoing edge (its low bits), so one step is
 
     cost'[outgoing] = min over the states s with that outgoing edge of cost[incoming(s)] + d(s)
 
