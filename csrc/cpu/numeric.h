@@ -25,9 +25,10 @@ inline float float_from_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7FFFu;
   if (magnitude >= 0x7C00u) return float_from_bits(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
-  // Shifted into float position a half is 2^-112 times its value; the product is exact, and turns
-  // subnormal halves into normal floats.
-  return float_from_bits(sign | bits_from_float(float_from_bits(magnitude << 13) * 0x1p112f));
+  if (magnitude >= 0x400u) return float_from_bits(sign | ((magnitude << 13) + 0x38000000u));
+  // Subnormal: through an integer, as a subnormal float on the way would read as zero where the
+  // process flushes those (torch.set_flush_denormal).
+  return float_from_bits(sign | bits_from_float(static_cast<float>(magnitude) * 0x1p-24f));
 }
 
 inline uint16_t half_from_float(float value) {

@@ -45,8 +45,9 @@ struct Int256 {
   static Block transpose(Block x) {
     const __m256i spread = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     if constexpr (G == 2) {
-      const __m256i even_odd = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,
-                                                0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+      const __m256i even_odd =
+          _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9,
+                           12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
       const __m256i a = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x.lo, even_odd), 0xD8);
       const __m256i b = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x.hi, even_odd), 0xD8);
       return {_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31)};
@@ -56,7 +57,8 @@ struct Int256 {
       const __m256i a = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x.lo, pairs), spread);
       const __m256i b = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x.hi, pairs), spread);
       const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
-      return {_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31)};
+      return {_mm256_permute2x128_si256(even, odd, 0x20),
+              _mm256_permute2x128_si256(even, odd, 0x31)};
     } else if constexpr (G == 8) {
       const __m256i a = _mm256_permute2x128_si256(x.lo, x.hi, 0x20);
       const __m256i b = _mm256_permute2x128_si256(x.lo, x.hi, 0x31);
@@ -104,8 +106,12 @@ struct Float256 {
     __m256 lo, hi;
   };
   static Block set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-  static Block min(Block a, Block b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-  static Block sub(Block a, Block b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+  static Block min(Block a, Block b) {
+    return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+  }
+  static Block sub(Block a, Block b) {
+    return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+  }
   static Block load(const float* p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
   static void store(float* p, Block a) {
     _mm256_store_ps(p, a.lo);

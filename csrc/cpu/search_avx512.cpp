@@ -17,8 +17,7 @@ template <int G, int LANES, class T>
 struct TransposeIndex {
   alignas(64) T lane[LANES];
   constexpr TransposeIndex() : lane() {
-    for (int i = 0; i < LANES; ++i)
-      lane[i] = static_cast<T>(i % (LANES / G) * G + i / (LANES / G));
+    for (int i = 0; i < LANES; ++i) lane[i] = static_cast<T>(i % (LANES / G) * G + i / (LANES / G));
   }
 };
 
@@ -30,7 +29,8 @@ struct Int512 {
   static void store(void* p, Block a) { _mm512_store_si512(p, a); }
   static Block quantize(const float* v, float scale) {
     const __m512 s = _mm512_set1_ps(scale);
-    const __m256i lo = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(v), s)));
+    const __m256i lo =
+        _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(v), s)));
     const __m256i hi =
         _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(v + 16), s)));
     return _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);

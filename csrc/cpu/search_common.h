@@ -6,7 +6,7 @@ namespace trellis {
 // Positions before the seam from which the search starts, given the bits of two positions. A start
 // that is off costs quality only until survivors merge, and those merge late at low rates.
 constexpr int search_window(int bits_of_two) {
-  return bits_of_two <= 3 ? 64 : bits_of_two <= 5 ? 48 : bits_of_two <= 8 ? 32 : 24;
+  return bits_of_two <= 3 ? 64 : bits_of_two <= 6 ? 48 : bits_of_two <= 8 ? 32 : 24;
 }
 
 // Integer search, in multiples of the largest codebook value: targets it takes, and the difference

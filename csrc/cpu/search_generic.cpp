@@ -45,7 +45,8 @@ struct Lanes {
       x.half[1] = x.half[0];
     }
     if constexpr (span < 16) {
-      for (size_t i = 0; i < sizeof(r.lane) / 16; ++i) std::memcpy(r.lane + i * (16 / sizeof(T)), &x, 16);
+      for (size_t i = 0; i < sizeof(r.lane) / 16; ++i)
+        std::memcpy(r.lane + i * (16 / sizeof(T)), &x, 16);
     } else {
       for (int i = 0; i < LANES; i += G) std::memcpy(r.lane + i, c, span);
     }

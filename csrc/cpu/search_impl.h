@@ -6,28 +6,30 @@
 // 65,536 candidates at any rate. No back pointers: the costs of every step are kept, and the argmin
 // is taken again, for one edge a step, when the path is read off backwards.
 //
-// Closing the path. The search starts free a little before the seam (`search_window`) and goes once
-// round to the seam. Survivors merge on the way back, so whatever edge a path ends in, it came through
-// the same edge at the seam nearly always; the path that ends in that edge is closed and, given it, the
-// best. When they have not merged (2 % of the tiles at 4 bits, 10 % at 2), a second round is forced to
-// start and end there. That is 256 + window steps instead of the usual 256 + 2 windows or more.
+// Closing the path. The search starts free a little before the seam (`search_window`) and goes
+// once round to the seam. Survivors merge on the way back, so whatever edge a path ends in, it
+// came through the same edge at the seam nearly always; the path that ends in that edge is closed
+// and, given it, the best. When they have not merged (2 % of the tiles at 4 bits, 10 % at 2), a
+// second round is forced to start and end there. That is 256 + window steps instead of the usual
+// 256 + 2 windows or more.
 //
-// Cost model. Only the candidates count: 65,536 x (256 + window). Pruning does not pay: targets in
-// the tails have few good values, so a path 20 mean step errors behind the best often still wins; a
-// threshold that loses 1 % MSE keeps 40 % of the edges at 4 bits and even more at 6, too dense for a
-// list. So the search is exhaustive and the arithmetic cheap: at up to 4 bits costs are 16-bit
-// integers, 32 lanes in a 512-bit register, four instructions (subtract, rounding high multiply,
-// saturating add, minimum). The mean step error is then 7 units or more and rounding costs 0.04 %
-// MSE. From 5 bits on it would be 2 units or less, so: float32, subtract, fma, minimum.
+// Cost model. Only the candidates count: 65,536 x (256 + window). Pruning does not pay: targets
+// in the tails have few good values, so a path 20 mean step errors behind the best often still
+// wins; a threshold that loses 1 % MSE keeps 40 % of the edges at 4 bits and even more at 6, too
+// dense for a list. So the search is exhaustive and the arithmetic cheap: at up to 4 bits costs
+// are 16-bit integers, 32 lanes in a 512-bit register, four instructions (subtract, rounding high
+// multiply, saturating add, minimum). The mean step error is then 7 units or more and rounding
+// costs 0.04 % MSE. From 5 bits on it would be 2 units or less, so: float32, subtract, fma,
+// minimum.
 //
 // Layout. Lanes hold (l, j) with j fastest, j counting G neighbouring m: the old costs of a block
-// are then G contiguous elements repeated, a broadcasting load, and shuffles are needed per finished
-// block, not per candidate. The values are copied into that order first (2 % of the time), so that a
-// step reads them as one stream, from the second-level cache.
+// are then G contiguous elements repeated, a broadcasting load, and shuffles are needed per
+// finished block, not per candidate. The values are copied into that order first (2 % of the
+// time), so that a step reads them as one stream, from the second-level cache.
 //
 // Reproducibility. The integer search gives the same states on every instruction set. The float
-// search rounds once per candidate with fma and twice without, so there the generic build may choose
-// another of two paths that are equal but for rounding.
+// search rounds once per candidate with fma and twice without, so there the generic build may
+// choose another of two paths that are equal but for rounding.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +51,7 @@ inline int16_t quantize(float x, float scale) {
   return static_cast<int16_t>(bits);
 }
 
-// Integer search: costs in units of 2 / scale^2 * 2^14.
+// Integer search: targets and values in units of 1 / scale, costs in units of 2^15 / scale^2.
 template <class V>
 struct IntSearch {
   using Cost = uint16_t;
@@ -160,7 +162,9 @@ class TileSearch {
 
  public:
   TileSearch(const Search& search, const float* target, const float* values, void* scratch)
-      : search_(search), target_(target), codebook_(values),
+      : search_(search),
+        target_(target),
+        codebook_(values),
         values_(static_cast<Value*>(scratch)),
         rows_(reinterpret_cast<Cost*>(values_ + (W0 == W1 ? 1 : 2) * 65536)) {
     search_.template prepare<W1, W0>(values, values_);
@@ -245,25 +249,38 @@ void search_rate(const float* target, const float* values, void* scratch, uint16
     }
   }
   const FloatSearch<VF> search;
-  if (!TileSearch<FloatSearch<VF>, W0, W1>(search, w, values, scratch).run(states))
-    std::memset(states, 0, 256 * sizeof(*states));  // only for a codebook with NaNs: closed, at least
+  if (!TileSearch<FloatSearch<VF>, W0, W1>(search, w, values, scratch).run(states)) {
+    // Only for a codebook with NaNs; all zeros close at any rate
+    std::memset(states, 0, 256 * sizeof(*states));
+  }
 }
 
 template <class VI, class VF>
 void search_tile(const float* target, const float* values, int tile_words, void* scratch,
                  uint16_t* states) {
   switch (tile_words) {
-    case 16: return search_rate<VI, VF, 1, 1>(target, values, scratch, states);
-    case 24: return search_rate<VI, VF, 1, 2>(target, values, scratch, states);
-    case 32: return search_rate<VI, VF, 2, 2>(target, values, scratch, states);
-    case 40: return search_rate<VI, VF, 2, 3>(target, values, scratch, states);
-    case 48: return search_rate<VI, VF, 3, 3>(target, values, scratch, states);
-    case 56: return search_rate<VI, VF, 3, 4>(target, values, scratch, states);
-    case 64: return search_rate<VI, VF, 4, 4>(target, values, scratch, states);
-    case 80: return search_rate<VI, VF, 5, 5>(target, values, scratch, states);
-    case 96: return search_rate<VI, VF, 6, 6>(target, values, scratch, states);
-    case 112: return search_rate<VI, VF, 7, 7>(target, values, scratch, states);
-    case 128: return search_rate<VI, VF, 8, 8>(target, values, scratch, states);
+    case 16:
+      return search_rate<VI, VF, 1, 1>(target, values, scratch, states);
+    case 24:
+      return search_rate<VI, VF, 1, 2>(target, values, scratch, states);
+    case 32:
+      return search_rate<VI, VF, 2, 2>(target, values, scratch, states);
+    case 40:
+      return search_rate<VI, VF, 2, 3>(target, values, scratch, states);
+    case 48:
+      return search_rate<VI, VF, 3, 3>(target, values, scratch, states);
+    case 56:
+      return search_rate<VI, VF, 3, 4>(target, values, scratch, states);
+    case 64:
+      return search_rate<VI, VF, 4, 4>(target, values, scratch, states);
+    case 80:
+      return search_rate<VI, VF, 5, 5>(target, values, scratch, states);
+    case 96:
+      return search_rate<VI, VF, 6, 6>(target, values, scratch, states);
+    case 112:
+      return search_rate<VI, VF, 7, 7>(target, values, scratch, states);
+    case 128:
+      return search_rate<VI, VF, 8, 8>(target, values, scratch, states);
   }
 }
 
