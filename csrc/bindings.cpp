@@ -66,7 +66,7 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
   trellis::checks::activations(op, "x", x, packed);
   trellis::checks::out_features(op, out_features, packed);
   trellis::checks::bias(op, bias, out_features, x, packed);
-  trellis::checks::out_dtype(op, out_dtype);
+  trellis::checks::out_dtype(op, "out_dtype", out_dtype);
 
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
@@ -99,7 +99,7 @@ Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor
   trellis::checks::trellis(op, packed, codebook);
   trellis::checks::scale(op, "suh", suh, packed, 0);
   trellis::checks::scale(op, "svh", svh, packed, 1);
-  trellis::checks::out_dtype(op, dtype);
+  trellis::checks::out_dtype(op, "dtype", dtype);
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
   Tensor out = empty_like_device(packed, {w.in_features(), w.out_features()}, dtype);
@@ -111,8 +111,8 @@ Tensor hadamard_128(Tensor x) {
   const char* op = "hadamard_128";
   trellis::checks::activation_dtype(op, "x", x);
   const bool whole = x.dim() >= 1 && x.size(x.dim() - 1) % 128 == 0;
-  STD_TORCH_CHECK(whole, op, ": x has shape ", trellis::checks::shape_of(x),
-                  ", expected a last dimension that is a multiple of 128");
+  TRELLIS_CHECK(whole, op, ": x has shape ", trellis::checks::shape_of(x),
+                ", expected a last dimension that is a multiple of 128");
   const Tensor rows = torch::stable::contiguous(x);
   std::vector<int64_t> shape;
   for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
@@ -125,13 +125,13 @@ Tensor hadamard_128(Tensor x) {
 std::tuple<Tensor, Tensor> quantize_tiles_isa(Tensor tiles, int64_t tile_words, int64_t codebook,
                                               int64_t isa) {
   const char* op = "quantize_tiles";
-  STD_TORCH_CHECK(tiles.scalar_type() == ScalarType::Float, op, ": tiles has dtype ",
-                  trellis::checks::name_of(tiles.scalar_type()), ", expected float32");
-  STD_TORCH_CHECK(tiles.dim() == 2 && tiles.size(1) == 256, op, ": tiles has shape ",
-                  trellis::checks::shape_of(tiles), ", expected [T, 256]");
+  TRELLIS_CHECK(tiles.scalar_type() == ScalarType::Float, op, ": tiles has dtype ",
+                trellis::checks::name_of(tiles.scalar_type()), ", expected float32");
+  TRELLIS_CHECK(tiles.dim() == 2 && tiles.size(1) == 256, op, ": tiles has shape ",
+                trellis::checks::shape_of(tiles), ", expected [T, 256]");
   trellis::checks::tile_words(op, "tiles", tile_words, codebook);
-  STD_TORCH_CHECK(isa >= 0 && isa < 63 && (trellis::available_isas() >> isa & 1), op, ": isa is ",
-                  isa, ", expected one that this machine can run");
+  TRELLIS_CHECK(isa >= 0 && isa < 63 && (trellis::available_isas() >> isa & 1), op, ": isa is ",
+                isa, ", expected one that this machine can run");
 
   const int words = static_cast<int>(tile_words);
   const int64_t count = tiles.size(0);

@@ -4,12 +4,25 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 
+// Like STD_TORCH_CHECK, which would put the name of a C++ function and a line before the words.
+// The parts of the message are evaluated only if it is needed.
+#define TRELLIS_CHECK(condition, ...) \
+  if (!(condition)) throw std::runtime_error(::trellis::checks::text(__VA_ARGS__))
+
 namespace trellis::checks {
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -38,6 +51,20 @@ inline const char* name_of(ScalarType dtype) {
       return "bool";
     case ScalarType::UInt16:
       return "uint16";
+    case ScalarType::UInt32:
+      return "uint32";
+    case ScalarType::UInt64:
+      return "uint64";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
     default:
       return torch::headeronly::toString(dtype);
   }
@@ -49,48 +76,59 @@ inline std::string shape_of(const Tensor& t) {
   return text + "]";
 }
 
+inline std::string name_of(torch::stable::Device device) {
+  using torch::headeronly::DeviceType;
+  const int type = static_cast<int>(device.type());
+  std::string name = device.type() == DeviceType::CPU    ? "cpu"
+                     : device.type() == DeviceType::CUDA ? "cuda"
+                     : device.type() == DeviceType::Meta ? "meta"
+                                                         : "device type " + std::to_string(type);
+  if (device.index() >= 0) name += ":" + std::to_string(device.index());
+  return name;
+}
+
 inline bool is_activation(ScalarType dtype) {
   return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float;
 }
 
 inline void activation_dtype(const char* op, const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(is_activation(t.scalar_type()), op, ": ", name, " has dtype ",
-                  name_of(t.scalar_type()), ", expected float16 or bfloat16 or float32");
+  TRELLIS_CHECK(is_activation(t.scalar_type()), op, ": ", name, " has dtype ",
+                name_of(t.scalar_type()), ", expected float16 or bfloat16 or float32");
 }
 
 inline void same_device(const char* op, const char* name, const Tensor& t, const char* base,
                         const Tensor& reference) {
   const bool same = t.device() == reference.device();
-  STD_TORCH_CHECK(same, op, ": ", name, " is on another device than ", base);
+  TRELLIS_CHECK(same, op, ": ", name, " is on ", name_of(t.device()), ", expected ",
+                name_of(reference.device()), " (the device of ", base, ")");
 }
 
-inline void out_dtype(const char* op, ScalarType dtype) {
-  STD_TORCH_CHECK(is_activation(dtype), op, ": dtype is ", name_of(dtype),
-                  ", expected float16 or bfloat16 or float32");
+inline void out_dtype(const char* op, const char* name, ScalarType dtype) {
+  TRELLIS_CHECK(is_activation(dtype), op, ": ", name, " is ", name_of(dtype),
+                ", expected float16 or bfloat16 or float32");
 }
 
 inline void tile_words(const char* op, const char* name, int64_t words, int64_t codebook) {
   static const char* const names[] = {"3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16"};
   const bool half = words == 24 || words == 40 || words == 56;
-  STD_TORCH_CHECK(half || (words % 16 == 0 && words >= 16 && words <= 128), op, ": ", name, " has ",
-                  words,
-                  " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
-  STD_TORCH_CHECK(codebook >= 0 && codebook < 5, op, ": codebook is ", codebook,
-                  ", expected 0 to 4");
-  STD_TORCH_CHECK(!half || codebook == 2, op, ": codebook ", names[codebook], " at ", words / 16,
-                  ".5 bits, expected mul1: half rates exist for mul1 only");
+  TRELLIS_CHECK(half || (words % 16 == 0 && words >= 16 && words <= 128), op, ": ", name, " has ",
+                words,
+                " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
+  TRELLIS_CHECK(codebook >= 0 && codebook < 5, op, ": codebook is ", codebook, ", expected 0 to 4");
+  TRELLIS_CHECK(!half || codebook == 2, op, ": codebook ", names[codebook], " at ", words / 16,
+                ".5 bits, expected mul1: half rates exist for mul1 only");
   const bool e4m3 = codebook == 3 && (words < 32 || words > 96);
-  STD_TORCH_CHECK(!e4m3, op, ": codebook sqg_e4m3 at ", words / 16,
-                  " bits, expected bits in 2, 3, 4, 5, 6");
+  TRELLIS_CHECK(!e4m3, op, ": codebook sqg_e4m3 at ", words / 16,
+                " bits, expected bits in 2, 3, 4, 5, 6");
   const bool fp16 = codebook == 4 && words != 80 && words != 96;
-  STD_TORCH_CHECK(!fp16, op, ": codebook sqg_fp16 at ", words / 16, " bits, expected bits in 5, 6");
+  TRELLIS_CHECK(!fp16, op, ": codebook sqg_fp16 at ", words / 16, " bits, expected bits in 5, 6");
 }
 
 inline void trellis(const char* op, const Tensor& t, int64_t codebook) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Short, op, ": trellis has dtype ",
-                  name_of(t.scalar_type()), ", expected int16");
-  STD_TORCH_CHECK(t.dim() == 3, op, ": trellis has ", t.dim(),
-                  " dimensions, expected 3: [in/16, out/16, 16*bits]");
+  TRELLIS_CHECK(t.scalar_type() == ScalarType::Short, op, ": trellis has dtype ",
+                name_of(t.scalar_type()), ", expected int16");
+  TRELLIS_CHECK(t.dim() == 3, op, ": trellis has ", t.dim(),
+                " dimensions, expected 3: [in/16, out/16, 16*bits]");
   tile_words(op, "trellis", t.size(2), codebook);
 }
 
@@ -99,30 +137,30 @@ inline void scale(const char* op, const char* name, const std::optional<Tensor>&
   if (!vector) return;
   const char* side = axis == 0 ? "in" : "out";
   const int64_t features = trellis.size(axis) * 16;
-  STD_TORCH_CHECK(vector->scalar_type() == ScalarType::Half, op, ": ", name, " has dtype ",
-                  name_of(vector->scalar_type()), ", expected float16");
-  STD_TORCH_CHECK(vector->dim() == 1 && vector->size(0) == features, op, ": ", name, " has shape ",
-                  shape_of(*vector), ", expected [", features, "] (", side,
-                  "_features of the trellis)");
-  STD_TORCH_CHECK(features % 128 == 0, op, ": trellis has ", features, " ", side,
-                  "_features, expected a multiple of 128 where ", name, " is given");
+  TRELLIS_CHECK(vector->scalar_type() == ScalarType::Half, op, ": ", name, " has dtype ",
+                name_of(vector->scalar_type()), ", expected float16");
+  TRELLIS_CHECK(vector->dim() == 1 && vector->size(0) == features, op, ": ", name, " has shape ",
+                shape_of(*vector), ", expected [", features, "] (", side,
+                "_features of the trellis)");
+  TRELLIS_CHECK(features % 128 == 0, op, ": trellis has ", features, " ", side,
+                "_features, expected a multiple of 128 where ", name, " is given");
   same_device(op, name, *vector, "trellis", trellis);
 }
 
 inline void activations(const char* op, const char* name, const Tensor& x, const Tensor& trellis) {
   activation_dtype(op, name, x);
-  STD_TORCH_CHECK(x.dim() >= 1, op, ": ", name, " has 0 dimensions, expected at least 1");
+  TRELLIS_CHECK(x.dim() >= 1, op, ": ", name, " has 0 dimensions, expected at least 1");
   same_device(op, "trellis", trellis, name, x);
   const int64_t full = trellis.size(0) * 16, columns = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(columns <= full && columns > full - 128, op, ": ", name, " has ", columns,
-                  " columns, expected ", full > 127 ? full - 127 : 1, " to ", full,
-                  " (in_features of the trellis is ", full, ")");
+  TRELLIS_CHECK(columns <= full && columns > full - 128, op, ": ", name, " has ", columns,
+                " columns, expected ", full > 127 ? full - 127 : 1, " to ", full,
+                " (in_features of the trellis is ", full, ")");
 }
 
 inline void out_features(const char* op, int64_t got, const Tensor& trellis) {
   const int64_t full = trellis.size(1) * 16;
-  STD_TORCH_CHECK(got <= full && got > full - 128 && got >= 1, op, ": out_features is ", got,
-                  ", expected ", full > 127 ? full - 127 : 1, " to ", full);
+  TRELLIS_CHECK(got <= full && got > full - 128 && got >= 1, op, ": out_features is ", got,
+                ", expected ", full > 127 ? full - 127 : 1, " to ", full);
 }
 
 inline void bias(const char* op, const std::optional<Tensor>& vector, int64_t out_features,
@@ -134,8 +172,8 @@ inline void bias(const char* op, const std::optional<Tensor>& vector, int64_t ou
       vector->dim() == 1 && (vector->size(0) == out_features || vector->size(0) == full);
   const std::string alternative =
       full != out_features ? " or [" + std::to_string(full) + "]" : std::string();
-  STD_TORCH_CHECK(right, op, ": bias has shape ", shape_of(*vector), ", expected [", out_features,
-                  "]", alternative);
+  TRELLIS_CHECK(right, op, ": bias has shape ", shape_of(*vector), ", expected [", out_features,
+                "]", alternative);
   same_device(op, "bias", *vector, "x", x);
 }
 

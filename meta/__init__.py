@@ -5,6 +5,7 @@ imported once by ``trellis_ops``; the shared library and the PyTorch reference o
 implementations to the schemas defined here, so either may be absent or come first.
 """
 
+from . import checks as checks
 from . import fakes as fakes
 from .schemas import LIBRARY as LIBRARY
 from .schemas import NAMESPACE as NAMESPACE

@@ -7,6 +7,9 @@ number of rows m, so a traced model stays free of guards on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -45,10 +48,12 @@ def _device(op: str, name: str, tensor: torch.Tensor, base: str, device: torch.d
         )
 
 
-def out_dtype(op: str, dtype: torch.dtype) -> None:
+def out_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: {name} is {type(dtype).__name__}, expected a torch.dtype")
     if dtype not in FLOATS:
         got = str(dtype).removeprefix("torch.")
-        raise TypeError(f"{op}: dtype is {got}, expected float16 or bfloat16 or float32")
+        raise TypeError(f"{op}: {name} is {got}, expected float16 or bfloat16 or float32")
 
 
 def tile_words(op: str, name: str, words: int, codebook: int | None = None) -> None:
@@ -126,7 +131,37 @@ def gemm(
     features(op, "out_features", out_features, weights.shape[1] * 16)
     if added is not None:
         bias(op, added, out_features, weights.shape[1] * 16, "x", x.device)
-    out_dtype(op, dtype)
+    out_dtype(op, "out_dtype", dtype)
+
+
+def input_grad(
+    op: str,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    suh: torch.Tensor | None,
+    svh: torch.Tensor | None,
+    codebook: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> None:
+    trellis(op, weights, codebook)
+    scales(op, weights, suh, svh)
+    activations(op, "grad", grad, weights, 1)
+    features(op, "in_features", in_features, weights.shape[0] * 16)
+    out_dtype(op, "out_dtype", dtype)
+
+
+def dequantize(
+    op: str,
+    weights: torch.Tensor,
+    suh: torch.Tensor | None,
+    svh: torch.Tensor | None,
+    codebook: int,
+    dtype: torch.dtype,
+) -> None:
+    trellis(op, weights, codebook)
+    scales(op, weights, suh, svh)
+    out_dtype(op, "dtype", dtype)
 
 
 def bias(
@@ -159,6 +194,8 @@ def activations(op: str, name: str, x: torch.Tensor, weights: torch.Tensor, axis
 
 
 def features(op: str, name: str, got: int, full: int) -> None:
+    if not isinstance(got, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} is {type(got).__name__}, expected an int")
     if got > full or got <= full - 128 or got < 1:
         raise ValueError(f"{op}: {name} is {got}, expected {max(full - 127, 1)} to {full}")
 
@@ -184,6 +221,21 @@ def tiles(op: str, tensor: torch.Tensor, words: int, codebook: int) -> None:
     if tensor.dim() != 2 or tensor.shape[1] != 256:
         raise ValueError(f"{op}: tiles has shape {list(tensor.shape)}, expected [T, 256]")
     tile_words(op, "tiles", words, codebook)
+
+
+# The whole check of each op, taking its arguments: for the fakes, and for implementations in PyTorch
+# that torch.ops.trellis_ops may reach without passing the Python entry.
+OPS: dict[str, Callable[..., None]] = {
+    "trellis_gemm": partial(gemm, "trellis_gemm"),
+    "trellis_gemm_inference": partial(gemm, "trellis_gemm"),
+    "parity_gemm": partial(gemm, "parity_gemm"),
+    "gemm_input_grad": partial(input_grad, "gemm_input_grad"),
+    "dequantize": partial(dequantize, "dequantize"),
+    "hadamard_128": partial(hadamard, "hadamard_128"),
+    "unpack_trellis": partial(trellis, "unpack_trellis"),
+    "pack_trellis": partial(states, "pack_trellis"),
+    "quantize_tiles": partial(tiles, "quantize_tiles"),
+}
 
 
 def sign_words(name: str, words: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import checks
+from .checks import OPS
 from .schemas import LIBRARY, NAMESPACE
 
 
@@ -18,8 +18,7 @@ def _fake(name: str):
 def _register_gemm(name: str) -> None:
     @_fake(name)
     def fake(x, trellis, suh, svh, bias, codebook, out_features, out_dtype):
-        op = name.removesuffix("_inference")
-        checks.gemm(op, x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
+        OPS[name](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
         return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
@@ -27,45 +26,46 @@ for _name in ("trellis_gemm", "trellis_gemm_inference", "parity_gemm"):
     _register_gemm(_name)
 
 
+@_fake("_trellis_gemm_route")
+def _trellis_gemm_route(
+    x, trellis, suh, svh, bias, codebook, out_features, out_dtype, route, split
+):
+    OPS["trellis_gemm"](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
+    return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
+
+
 @_fake("gemm_input_grad")
 def _gemm_input_grad(grad, trellis, suh, svh, codebook, in_features, out_dtype):
-    op = "gemm_input_grad"
-    checks.trellis(op, trellis, codebook)
-    checks.scales(op, trellis, suh, svh)
-    checks.activations(op, "grad", grad, trellis, 1)
-    checks.features(op, "in_features", in_features, trellis.shape[0] * 16)
-    checks.out_dtype(op, out_dtype)
+    OPS["gemm_input_grad"](grad, trellis, suh, svh, codebook, in_features, out_dtype)
     return grad.new_empty((*grad.shape[:-1], in_features), dtype=out_dtype)
 
 
 @_fake("dequantize")
 def _dequantize(trellis, suh, svh, codebook, dtype):
-    checks.trellis("dequantize", trellis, codebook)
-    checks.scales("dequantize", trellis, suh, svh)
-    checks.out_dtype("dequantize", dtype)
+    OPS["dequantize"](trellis, suh, svh, codebook, dtype)
     return trellis.new_empty((trellis.shape[0] * 16, trellis.shape[1] * 16), dtype=dtype)
 
 
 @_fake("hadamard_128")
 def _hadamard_128(x):
-    checks.hadamard("hadamard_128", x)
+    OPS["hadamard_128"](x)
     return x.new_empty(x.shape)
 
 
 @_fake("unpack_trellis")
 def _unpack_trellis(trellis):
-    checks.trellis("unpack_trellis", trellis)
+    OPS["unpack_trellis"](trellis)
     return trellis.new_empty((*trellis.shape[:2], 256), dtype=torch.int32)
 
 
 @_fake("pack_trellis")
 def _pack_trellis(states, tile_words):
-    checks.states("pack_trellis", states, tile_words)
+    OPS["pack_trellis"](states, tile_words)
     return states.new_empty((*states.shape[:-1], tile_words), dtype=torch.int16)
 
 
 def _quantize_tiles(tiles, tile_words, codebook):
-    checks.tiles("quantize_tiles", tiles, tile_words, codebook)
+    OPS["quantize_tiles"](tiles, tile_words, codebook)
     return tiles.new_empty(tiles.shape, dtype=torch.int32), tiles.new_empty(tiles.shape)
 
 

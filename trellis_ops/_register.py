@@ -12,13 +12,13 @@ import torch
 
 from . import _binary, reference
 from .formats import tiles
-from .meta import LIBRARY, NAMESPACE
+from .meta import LIBRARY, NAMESPACE, checks
 
 _EVERYWHERE = "CompositeExplicitAutograd"
 
 
 def _unpack_trellis(trellis):
-    return tiles.unpack_states(trellis)
+    return tiles.unpack_states(trellis).contiguous()
 
 
 def _pack_trellis(states, tile_words):
@@ -29,13 +29,26 @@ def _pack_trellis(states, tile_words):
             f"pack_trellis: states of tile {bad} are no closed path at "
             f"{tiles.bits_of(tile_words)} bits, expected each state to continue the one before it"
         )
-    return tiles.pack_states(states, tile_words)
+    return tiles.pack_states(states, tile_words).contiguous()
+
+
+def _checked(name: str, implementation):
+    """For callers of torch.ops that bypass the Python entry, as the compiled kernels check too."""
+    check = checks.OPS[name]
+
+    def run(*args):
+        check(*args)
+        return implementation(*args)
+
+    return run
 
 
 def _without_kernel(name: str, implementation):
     """The reference where the library has no kernel: never on the CPU, elsewhere with a warning."""
+    check = checks.OPS[name]
 
     def run(*args):
+        check(*args)
         device = args[0].device.type
         if device == "cpu":
             _binary.require(name)
@@ -60,7 +73,7 @@ for _name, _function in {
     "unpack_trellis": _unpack_trellis,
     "pack_trellis": _pack_trellis,
 }.items():
-    LIBRARY.impl(_name, _function, _EVERYWHERE)
+    LIBRARY.impl(_name, _checked(_name, _function), _EVERYWHERE)
 
 for _name, _function in {
     "trellis_gemm": reference.linear,

@@ -88,7 +88,7 @@ def _gemm(
     out_features: int | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    code = codebooks.codebook_id(codebook)
+    code = codebooks.codebook_id(codebook, op)
     checks.trellis(op, trellis, code)
     checks.is_tensor(op, "x", x)
     if out_features is None:
@@ -126,10 +126,8 @@ def dequantize(
         [in, out] (transposed to nn.Linear's). With suh and svh None: the codebook values, exact in
         float16 and float32; else float32 arithmetic or wider, rounded once.
     """
-    code = codebooks.codebook_id(codebook)
-    checks.trellis("dequantize", trellis, code)
-    checks.scales("dequantize", trellis, suh, svh)
-    checks.out_dtype("dequantize", dtype)
+    code = codebooks.codebook_id(codebook, "dequantize")
+    checks.dequantize("dequantize", trellis, suh, svh, code, dtype)
     checks.frozen("dequantize", suh=suh, svh=svh)
     return torch.ops.trellis_ops.dequantize(trellis, suh, svh, code, dtype)
 
@@ -177,7 +175,7 @@ def pack_trellis(states: torch.Tensor, bits: float) -> torch.Tensor:
         ValueError: the states of a tile are no closed path. This looks at the data, so on a GPU
             the op waits for the device and cannot be captured in a CUDA graph.
     """
-    words = tile_words_of(bits)
+    words = tile_words_of(bits, "pack_trellis")
     checks.states("pack_trellis", states, words)
     return torch.ops.trellis_ops.pack_trellis(states, words)
 
@@ -199,7 +197,7 @@ def quantize_tiles(
     Returns:
         (states int32 [T, 256], their values float32 [T, 256]).
     """
-    code = codebooks.codebook_id(codebook)
-    words = tile_words_of(bits)
+    code = codebooks.codebook_id(codebook, "quantize_tiles")
+    words = tile_words_of(bits, "quantize_tiles")
     checks.tiles("quantize_tiles", tiles, words, code)
     return torch.ops.trellis_ops.quantize_tiles(tiles, words, code)

@@ -95,9 +95,7 @@ def test_progress_reports_every_layer(net):
     seen = []
     errors = quantize_model(net, 4, progress=lambda *args: seen.append(args))
     done = [2400, 4800, 7200, 9600]
-    assert seen == [
-        (name, errors[name], d, 9600) for name, d in zip(LINEARS, done, strict=True)
-    ]
+    assert seen == [(name, errors[name], d, 9600) for name, d in zip(LINEARS, done, strict=True)]
 
 
 def test_skip_takes_full_names_and_last_components(net):

@@ -51,12 +51,13 @@ _D3L_PIECES = """
 """
 
 
-def codebook_id(name: str) -> int:
-    """Schema id of a codebook name; ValueError names the choices."""
+def codebook_id(name: str, op: str = "") -> int:
+    """Schema id of a codebook name; an error names the choices, and the op that asks."""
+    prefix = f"{op}: " if op else ""
     if not isinstance(name, str):
-        raise TypeError(f"codebook is {type(name).__name__}, expected one of {CODEBOOKS}")
+        raise TypeError(f"{prefix}codebook is {type(name).__name__}, expected one of {CODEBOOKS}")
     if name not in CODEBOOKS:
-        raise ValueError(f"codebook is {name!r}, expected one of {CODEBOOKS}")
+        raise ValueError(f"{prefix}codebook is {name!r}, expected one of {CODEBOOKS}")
     return CODEBOOKS.index(name)
 
 

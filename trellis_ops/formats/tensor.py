@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from . import codebooks, tiles
 FIELDS = ("trellis", "suh", "svh", "bias")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrellisTensor:
     """A quantised linear layer's weight, as stored.
 
@@ -37,11 +37,13 @@ class TrellisTensor:
     codebook: str = "3inst"
     in_features: int = 0
     out_features: int = 0
-    proxy_error: float | None = field(default=None, compare=False)
+    proxy_error: float | None = None
 
     def __post_init__(self) -> None:
         op = "TrellisTensor"
-        checks.trellis(op, self.trellis, codebooks.codebook_id(self.codebook))
+        checks.trellis(op, self.trellis, codebooks.codebook_id(self.codebook, op))
+        checks.is_tensor(op, "suh", self.suh)
+        checks.is_tensor(op, "svh", self.svh)
         checks.scales(op, self.trellis, self.suh, self.svh)
         for name, axis in (("in_features", 0), ("out_features", 1)):
             full = self.trellis.shape[axis] * tiles.TILE
@@ -126,9 +128,11 @@ class TrellisTensor:
                 raise ValueError(f"{prefix}{name}: unknown tensor, expected one of {known}")
         if "trellis" not in own:
             raise ValueError(f"{prefix}trellis: missing")
-        found = codebook_from_markers(
-            own, prefix, tiles.bits_of(own["trellis"].shape[-1]), codebook
+        checks.trellis(
+            f"TrellisTensor ({prefix}trellis)" if prefix else "TrellisTensor", own["trellis"]
         )
+        bits = tiles.bits_of(own["trellis"].shape[-1])
+        found = codebook_from_markers(own, prefix, bits, codebook)
         vectors = {}
         for name, legacy in (("suh", "su"), ("svh", "sv")):
             if name in own:

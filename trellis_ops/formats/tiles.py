@@ -15,12 +15,13 @@ HADAMARD = 128
 _HALF_RATES = (24, 40, 56)
 
 
-def tile_words_of(bits: float) -> int:
+def tile_words_of(bits: float, op: str = "") -> int:
     """int16 words of one packed tile at a rate; ValueError for a rate the format lacks."""
     words = 16 * bits if isinstance(bits, (int, float)) else 0
     if words in _HALF_RATES or (words % 16 == 0 and 16 <= words <= 128):
         return int(words)
-    raise ValueError(f"bits is {bits!r}, expected an integer from 1 to 8, or 1.5, 2.5 or 3.5")
+    prefix = f"{op}: " if op else ""
+    raise ValueError(f"{prefix}bits is {bits!r}, expected an integer from 1 to 8, or 1.5, 2.5 or 3.5")
 
 
 def bits_of(tile_words: int) -> float:

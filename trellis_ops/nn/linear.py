@@ -16,7 +16,6 @@ class PackedWeight:
     """Stands where model code looks for ``linear.weight``: tells dtype, device and shape only."""
 
     requires_grad = False
-    is_meta = False
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
@@ -24,6 +23,10 @@ class PackedWeight:
     @property
     def ndim(self) -> int:
         return 2
+
+    @property
+    def is_meta(self) -> bool:
+        return self.device.type == "meta"
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -77,8 +80,8 @@ class Exl3Linear(nn.Module):
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Exl3Linear: {name} is {value!r}, expected a positive int")
-        words = tiles.tile_words_of(bits)
-        codebooks.codebook_id(codebook)
+        words = tiles.tile_words_of(bits, "Exl3Linear")
+        codebooks.codebook_id(codebook, "Exl3Linear")
         if bits not in codebooks.rates_of(codebook):
             raise ValueError(
                 f"Exl3Linear: codebook {codebook} at {bits} bits, "
@@ -149,7 +152,7 @@ class Exl3Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], in x.dtype or the autocast dtype."""
-        if x.shape[-1] != self.in_features:
+        if x.dim() > 0 and x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Exl3Linear: x has {x.shape[-1]} columns, expected in_features {self.in_features}"
             )
@@ -208,6 +211,13 @@ class Exl3Linear(nn.Module):
         faults: list[str] = []
         for name, tensor in {**own, **replaced}.items():
             faults.extend(self._faults(prefix, name, tensor, expected))
+        marker = codebooks.marker_of(self.codebook)
+        if "trellis" in own and marker is not None and marker not in own:
+            # Not left to strict: without its marker a trellis is one of 3inst.
+            faults.append(
+                f"{prefix}{marker}: missing beside {prefix}trellis, "
+                f"and the module's codebook is {self.codebook}"
+            )
         if faults:
             error_msgs.extend(faults)
             return
@@ -225,8 +235,9 @@ class Exl3Linear(nn.Module):
         """Sign words unpacked, and a bias of the logical length padded."""
         replaced = {}
         for name, legacy in (("suh", "su"), ("svh", "sv")):
-            if legacy in own and name not in own and own[legacy].dtype == torch.int16:
-                replaced[name] = tiles.unpack_signs(own[legacy])
+            words = own.get(legacy)
+            if words is not None and name not in own and words.dtype == torch.int16:
+                replaced[name] = tiles.unpack_signs(words.flatten())
         bias = own.get("bias")
         if bias is not None and self.bias is not None and bias.shape == (self.out_features,):
             replaced["bias"] = nn.functional.pad(bias, (0, self.bias.shape[0] - bias.shape[0]))

@@ -55,7 +55,7 @@ def dequantize(
     """[in, out]: diag(suh) H decode(trellis) H diag(svh); no vector: no transform."""
     weight = inner_weight(trellis, codebook)
     if suh is None and svh is None:
-        return weight.to(dtype)
+        return weight.to(dtype).contiguous()
     weight = weight.double()
     if suh is not None:
         weight = _transform(weight.T).T * suh.double()[:, None]
