@@ -223,8 +223,8 @@ def tiles(op: str, tensor: torch.Tensor, words: int, codebook: int) -> None:
     tile_words(op, "tiles", words, codebook)
 
 
-# The whole check of each op, taking its arguments: for the fakes, and for implementations in PyTorch
-# that torch.ops.trellis_ops may reach without passing the Python entry.
+# The whole check of each op, taking its arguments: for the fakes, and for implementations in
+# PyTorch that torch.ops.trellis_ops may reach without passing the Python entry.
 OPS: dict[str, Callable[..., None]] = {
     "trellis_gemm": partial(gemm, "trellis_gemm"),
     "trellis_gemm_inference": partial(gemm, "trellis_gemm"),

@@ -6,6 +6,7 @@ _binary.load()
 
 from . import _register as _register  # noqa: E402  (implementations follow the library)
 from .formats import CODEBOOKS, TrellisTensor  # noqa: E402
+from .integrations import load_model, save_model  # noqa: E402
 from .nn import Exl3Linear  # noqa: E402
 from .ops import (  # noqa: E402
     dequantize,
@@ -26,10 +27,12 @@ __all__ = [
     "TrellisTensor",
     "dequantize",
     "hadamard_128",
+    "load_model",
     "pack_trellis",
     "parity_gemm",
     "quantize_linear",
     "quantize_tiles",
+    "save_model",
     "trellis_gemm",
     "unpack_trellis",
 ]

@@ -21,7 +21,9 @@ def tile_words_of(bits: float, op: str = "") -> int:
     if words in _HALF_RATES or (words % 16 == 0 and 16 <= words <= 128):
         return int(words)
     prefix = f"{op}: " if op else ""
-    raise ValueError(f"{prefix}bits is {bits!r}, expected an integer from 1 to 8, or 1.5, 2.5 or 3.5")
+    raise ValueError(
+        f"{prefix}bits is {bits!r}, expected an integer from 1 to 8, or 1.5, 2.5 or 3.5"
+    )
 
 
 def bits_of(tile_words: int) -> float:

@@ -56,13 +56,13 @@ class Exl3Linear(nn.Module):
         bias: whether there is one (kept in float16).
         bits: rate, 1 to 8 or 1.5, 2.5, 3.5.
         codebook: see :func:`trellis_ops.trellis_gemm`.
-        device: where the buffers go; "meta" works.
+        device: where the tensors go; "meta" works.
         dtype: what ``.weight.dtype`` says and ``.to(dtype)`` changes; default torch's. The result
             has the dtype of x all the same, and the stored tensors keep theirs.
 
-    Buffers are named as in an EXL3 checkpoint: trellis, suh, svh, bias, and the codebook's marker
-    (mcg, mul1 or sqg; none for 3inst). A new module is all zeros: load a state dict, or use
-    :meth:`from_linear` or :meth:`from_tensors`. Gradient flows to x only (the weight is frozen).
+    Frozen parameters are named as in an EXL3 checkpoint: trellis, suh, svh, bias, and the marker of
+    the codebook (mcg, mul1 or sqg; none for 3inst). A new module is all zeros: load a state dict,
+    or use :meth:`from_linear` or :meth:`from_tensors`. Gradient flows to x only.
     """
 
     def __init__(
@@ -93,13 +93,18 @@ class Exl3Linear(nn.Module):
         rows, columns = tiles.padded(in_features), tiles.padded(out_features)
         half = {"dtype": torch.float16, "device": device}
         shape = (rows // tiles.TILE, columns // tiles.TILE, words)
-        self.register_buffer("trellis", torch.zeros(shape, dtype=torch.int16, device=device))
-        self.register_buffer("suh", torch.zeros(rows, **half))
-        self.register_buffer("svh", torch.zeros(columns, **half))
-        self.register_buffer("bias", torch.zeros(columns, **half) if bias else None)
+        self._freeze("trellis", torch.zeros(shape, dtype=torch.int16, device=device))
+        self._freeze("suh", torch.zeros(rows, **half))
+        self._freeze("svh", torch.zeros(columns, **half))
+        self._freeze("bias", torch.zeros(columns, **half) if bias else None)
         marker = codebooks.marker_of(codebook)
         if marker is not None:
-            self.register_buffer(marker, codebooks.marker_tensor(codebook, device))
+            self._freeze(marker, codebooks.marker_tensor(codebook, device))
+
+    def _freeze(self, name: str, tensor: torch.Tensor | None) -> None:
+        # A parameter, not a buffer: accelerate leaves buffers out of offloading and disk loading.
+        frozen = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        self.register_parameter(name, frozen)
 
     @classmethod
     def from_tensors(
@@ -183,7 +188,7 @@ class Exl3Linear(nn.Module):
 
     def _apply(self, fn, recurse=True):
         # .to(dtype), .half(), .type() would cast the FP16 vectors, and .type() the packed words:
-        # let fn see every buffer as integers, and keep it to what it does besides casting.
+        # let fn see every tensor as integers, and keep it to what it does besides casting.
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             words = tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor
             result = fn(words)
@@ -206,7 +211,7 @@ class Exl3Linear(nn.Module):
             for name in (*FIELDS, "su", "sv", *codebooks.MARKERS)
             if prefix + name in state_dict
         }
-        expected = dict(self.named_buffers(recurse=False))
+        expected = dict(self.named_parameters(recurse=False))
         replaced = self._legacy_or_short(own)
         faults: list[str] = []
         for name, tensor in {**own, **replaced}.items():
