@@ -45,10 +45,12 @@ Exl3Linear
 TrellisTensor
 dequantize
 hadamard_128
+load_model
 pack_trellis
 parity_gemm
 quantize_linear
 quantize_tiles
+save_model
 trellis_gemm
 unpack_trellis""",
         )

@@ -95,7 +95,8 @@ def _gemm(
         out_features = trellis.shape[1] * TILE
     if out_dtype is None:
         device = x.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        # No torch.amp.is_autocast_available: torch 2.11 cannot trace it.
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     checks.gemm(op, x, trellis, suh, svh, bias, code, out_features, out_dtype)
     checks.frozen(op, suh=suh, svh=svh, bias=bias)

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import env, inspect
+from . import bench, env, inspect
 
-COMMANDS = (env, inspect)
+COMMANDS = (env, inspect, bench)
 
 
 def parser() -> argparse.ArgumentParser:

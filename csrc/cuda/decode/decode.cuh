@@ -1,0 +1,177 @@
+// From packed words to codebook products, for every rate, in the fewest instructions per weight.
+//
+// A lane of a warp owns the eight weights 8 * lane .. 8 * lane + 7 of a tile: exactly its A fragment
+// of an m16n8k16 MMA with output features as rows. Their states lie in one stretch of the stream;
+// `Window` says which words hold it, `products` turns it into eight 32-bit products
+// state * multiplier + addend. What a product means depends on the codebook:
+//   3inst, mcg  the value is the sum of the two FP16 halves of (product & kHalvesAnd) ^ kHalvesXor
+//   mul1        the value is affine in the sum of the product's four bytes
+//
+// The integer ALU pipe (shift, logic, permute) is the wall, so work moves to the multiply pipe:
+//   pair trick  two states 16 bits apart share a window w: with q = (w >> 16) * C the low half's
+//               product is w * C - (q << 16), a multiply-add in place of a mask
+//   top trick   another state is lifted to the top of the register by a multiply with a power of
+//               two, so that one shift extracts it with no mask
+// decode/sass_counts.py counts what comes of it per weight; README.md beside it has the table.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace trellis::cuda {
+
+constexpr uint32_t kHalvesAnd = 0x8FFF8FFFu, kHalvesXor = 0x3B603B60u;
+
+// A hash of the state, s * multiplier + addend.
+struct Hash {
+  uint32_t multiplier, addend;
+};
+
+__host__ __device__ constexpr Hash hash_of(int codebook) {
+  return codebook == 0   ? Hash{89226354u, 64248484u}
+         : codebook == 1 ? Hash{0xCBAC1FEDu, 0u}
+                         : Hash{0x83DCD12Du, 0u};
+}
+
+// 2^i, as a kernel argument: a value the compiler does not know, so that it cannot turn the multiply
+// back into a shift.
+struct PowersOfTwo {
+  uint32_t of[17];
+};
+
+inline PowersOfTwo powers_of_two() {
+  PowersOfTwo powers;
+  for (int i = 0; i < 17; ++i) powers.of[i] = 1u << i;
+  return powers;
+}
+
+// Where the eight states of a lane lie, counted in bits from the end of the lane's stretch upwards.
+template <int kTileWords>
+struct Window {
+  static constexpr int kWords32 = kTileWords / 2;   // 32-bit words of a tile
+  static constexpr int kLaneBits = kTileWords / 2;  // stream bits of eight weights
+  // Distance from the end of the stretch to the end of state j.
+  __host__ __device__ static constexpr int offset(int j) {
+    return kLaneBits - (j + 1) * kTileWords / 16;
+  }
+  // The stretch ends inside a word, up to this many bits above the word's end.
+  static constexpr int kMaxSkew = kLaneBits % 32 == 0   ? 0
+                                  : kLaneBits % 16 == 0 ? 16
+                                  : kLaneBits % 8 == 0  ? 24
+                                                        : 28;
+  static constexpr int kSpan = (offset(0) + 16 + kMaxSkew + 31) / 32;  // words that a lane reads
+
+  int index[3];  // of those words in the tile, the last one first
+  int skew;
+
+  __device__ explicit Window(int lane) {
+    const int end = (lane + 1) * kLaneBits;
+    const int last = (end - 1) / 32;
+    skew = 32 * (last + 1) - end;
+    for (int i = 0; i < 3; ++i) index[i] = (last - i + kWords32) % kWords32;
+  }
+};
+
+// v[0] holds the last 32 bits of the lane's stretch, v[1] those before, and so on.
+template <int kTileWords>
+__device__ __forceinline__ void load_stretch(const uint32_t* tile, const Window<kTileWords>& window,
+                                             uint32_t (&v)[3]) {
+  using W = Window<kTileWords>;
+  uint32_t w[4] = {};
+#pragma unroll
+  for (int i = 0; i < W::kSpan; ++i) w[i] = tile[window.index[i]];
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    v[i] = W::kMaxSkew == 0 ? w[i] : __funnelshift_r(w[i], w[i + 1], window.skew);
+}
+
+// How each of the eight states is taken out, decided at compile time.
+struct Plan {
+  int partner[8];  // the state 16 bits above that shares this one's window, or -1
+  bool shared[8];  // taken together with the state 16 bits below
+  int start[8];    // offset of the 32-bit window that holds the state
+};
+
+template <int kTileWords>
+__host__ __device__ constexpr Plan plan() {
+  using W = Window<kTileWords>;
+  Plan result{};
+  int start = -64;
+  for (int j = 7; j >= 0; --j) {
+    result.partner[j] = -1;
+    for (int i = 0; i < j && !result.shared[j]; ++i) {
+      if (W::offset(i) != W::offset(j) + 16) continue;
+      result.partner[j] = i;
+      result.shared[i] = true;
+    }
+    // A window at a word boundary is there already; else one funnel shift serves every state that
+    // lies within it.
+    const int offset = W::offset(j);
+    if (result.partner[j] >= 0) {
+      result.start[j] = offset;
+    } else if (offset % 32 <= 16) {
+      result.start[j] = offset / 32 * 32;
+    } else {
+      if (offset > start + 16) start = offset;
+      result.start[j] = start;
+    }
+  }
+  return result;
+}
+
+// The eight products of a lane.
+template <int kTileWords>
+__device__ __forceinline__ void products(const uint32_t (&v)[3], const Hash hash,
+                                         const PowersOfTwo& powers, uint32_t (&p)[8]) {
+  constexpr Plan kPlan = plan<kTileWords>();
+  // With the addend in q already, q << 16 takes addend << 16 too much away.
+  const uint32_t low_addend = hash.addend + (hash.addend << 16);
+#pragma unroll
+  for (int j = 7; j >= 0; --j) {
+    if (kPlan.shared[j]) continue;
+    const int start = kPlan.start[j];
+    const uint32_t w = start % 32 == 0
+                           ? v[start / 32]
+                           : __funnelshift_r(v[start / 32], v[start / 32 + 1], start % 32);
+    if (kPlan.partner[j] >= 0) {
+      const uint32_t q = (w >> 16) * hash.multiplier + hash.addend;
+      p[kPlan.partner[j]] = q;
+      p[j] = q * 0xFFFF0000u + (w * hash.multiplier + low_addend);
+      continue;
+    }
+    const int bit = Window<kTileWords>::offset(j) - start;
+    const uint32_t state = bit == 0 ? w & 0xFFFFu : (w * powers.of[16 - bit]) >> 16;
+    p[j] = state * hash.multiplier + hash.addend;
+  }
+}
+
+// 3inst, mcg: the two FP16 halves whose sum is the value.
+__device__ __forceinline__ uint32_t halves(uint32_t product) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, 0x8fff8fff, 0x3b603b60, 0x6a;" : "=r"(result) : "r"(product));
+  return result;
+}
+
+// Two codebook values in FP16, bit-exact: 3inst and mcg from two products ...
+__device__ __forceinline__ uint32_t value_pair_halves(uint32_t first, uint32_t second) {
+  first = halves(first), second = halves(second);
+  const uint32_t low = __byte_perm(first, second, 0x5410),
+                 high = __byte_perm(first, second, 0x7632);
+  const __half2 sum =
+      __hadd2(reinterpret_cast<const __half2&>(low), reinterpret_cast<const __half2&>(high));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
+// ... and mul1: 0x6400 + sum of bytes is the FP16 number 1024 + sum; one fused multiply-add follows.
+__device__ __forceinline__ uint32_t value_pair_mul1(uint32_t first, uint32_t second) {
+  const uint32_t pair =
+      __dp4a(second, 0x01010101u, 0u) * 65536u + __dp4a(first, 0x01010101u, 0x64006400u);
+  const uint32_t scale = 0x1EEE1EEEu, offset = 0xC931C931u;
+  const __half2 value =
+      __hfma2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(scale),
+              reinterpret_cast<const __half2&>(offset));
+  return reinterpret_cast<const uint32_t&>(value);
+}
+
+}  // namespace trellis::cuda

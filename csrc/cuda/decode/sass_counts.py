@@ -1,0 +1,102 @@
+"""Instructions per weight in the main loop of the small GEMM kernels, read from their machine code.
+
+    python csrc/cuda/decode/sass_counts.py build/ninja/csrc/cuda/gemm
+
+Needs no GPU, only cuobjdump and nvdisasm (CUDA toolkit, or the PyPI packages nvidia-cuda-cuobjdump
+and nvidia-cuda-nvdisasm). Prints the table of README.md beside it; --check FILE compares instead,
+and fails where a kernel now needs more than it says there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+# Weights that a lane turns into operands in one turn of the loop: four k tiles of four tiles each.
+WEIGHTS = 4 * 4 * 8
+OPERANDS = ("halves", "bytes", "bytes, two passes", "packed halves", "packed mul1")
+# The integer pipe (shift, logic, compare, permute), and the one of multiply-add.
+ALU = ("SHF", "LOP3", "PRMT", "LEA", "ISETP", "IADD3", "VIADD", "SEL", "PLOP3", "VIMNMX")
+FMA = ("IMAD", "IDP", "FFMA", "FMUL", "FADD", "HFMA2", "HADD2")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the object files of gemm/*.cu are")
+    parser.add_argument("--check", type=Path, metavar="README", help="compare with this table")
+    options = parser.parse_args()
+    rows = {}
+    for file in sorted(options.folder.glob("small_k*.o")):
+        rows.update(counts(file))
+    if not rows:
+        sys.exit(f"sass_counts: no small_k*.o in {options.folder}")
+    lines = table(rows)
+    if options.check is None:
+        print("\n".join(lines))
+        return 0
+    text = options.check.read_text(encoding="utf-8")
+    worse = [line for line in lines[2:] if more_than(line, text)]
+    print("\n".join(worse) or "no kernel needs more instructions than the table says")
+    return 1 if worse else 0
+
+
+def counts(file: Path) -> dict[tuple[float, str, int], Counter]:
+    """(bits, operand, rows) -> instructions by name in one turn of the main loop."""
+    command = ["cuobjdump", "--dump-sass", str(file)]
+    text = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ
+    ).stdout
+    result = {}
+    for function in text.split("Function : ")[1:]:
+        name = re.match(r"\S*small_kernelILi(\d+)ELNS0_7OperandE(\d)ELi(\d)E", function)
+        if name is None:
+            continue
+        key = (int(name[1]) / 16, OPERANDS[int(name[2])], 8 * int(name[3]))
+        result[key] = Counter(op.split(".")[0] for op in main_loop(function))
+    return result
+
+
+def main_loop(function: str) -> list[str]:
+    """The instructions of the smallest loop that multiplies matrices."""
+    pattern = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);"
+    code = [(int(at, 16), op, rest) for at, op, rest in re.findall(pattern, function)]
+    best: list[str] = []
+    for at, op, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
+        if target is None or int(target[1], 16) >= at:
+            continue
+        body = [name for where, name, _ in code if int(target[1], 16) <= where <= at]
+        if any("MMA" in name for name in body) and (not best or len(body) < len(best)):
+            best = body
+    return best
+
+
+def table(rows: dict[tuple[float, str, int], Counter]) -> list[str]:
+    lines = [
+        "| bits | operand | rows | all | integer pipe | multiply pipe |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (bits, operand, m), count in sorted(rows.items()):
+        total, alu, fma = (
+            sum(count[name] for name in names) / WEIGHTS for names in (count, ALU, FMA)
+        )
+        lines.append(f"| {bits:g} | {operand} | {m} | {total:.2f} | {alu:.2f} | {fma:.2f} |")
+    return lines
+
+
+def more_than(line: str, text: str) -> bool:
+    """Whether a row's total exceeds that of the same kernel in the table, by more than rounding."""
+    start, total = "|".join(line.split("|")[:4]) + "|", float(line.split("|")[4])
+    for known in text.splitlines():
+        if known.startswith(start):
+            return total > float(known.split("|")[4]) + 0.02
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

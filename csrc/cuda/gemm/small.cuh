@@ -1,0 +1,437 @@
+// y for few rows (at most 32): weights stream past once, straight from packed words into MMA operands.
+//
+// Two launches. `rotate_small` (small.cu) turns the rows into MMA fragments of H(x * suh). Then each
+// block of `small_kernel` takes an equal share of the whole matrix: the groups of k tiles of all column
+// blocks (128 output features, one Hadamard block) are laid end to end and cut into as many stretches
+// as fit the GPU at once, so that no multiprocessor waits for another. Within a stretch the eight warps
+// share the inputs of one column block after the other; each has a ring of packed tiles of its own,
+// filled by asynchronous copies, and its own sums, and meets the others only at the end of a column block.
+// There the warps' sums are added in order; a column block that lies in several stretches is finished by
+// whichever block comes last, which adds the parts in their order (the order of the sums never depends
+// on who is last, so results are bitwise repeatable), transforms, scales by svh, adds bias and rounds.
+//
+// Weights are the A operand (16 output features a tile), rows the N = 8 columns of B. Up to eight rows
+// the codebook value never exists:
+//   halves (3inst, mcg)  the two FP16 halves of a product are two K elements with x repeated; a row
+//                        has one scale, since FP16 keeps its precision over 2^24 below the largest
+//   bytes (mul1)         its four bytes are four K elements of an integer MMA with x repeated; x is a
+//                        16-bit integer, high and low bytes in different columns (m <= 4) or passes,
+//                        with a scale for each block of 128 inputs, where the exact sums are folded
+//                        into float32 ones
+// Beyond, decoding is a smaller part of the work than multiplying:
+//   packed (all)         the value in FP16, one MMA for each tile and eight rows
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../common/ptx.cuh"
+#include "../decode/decode.cuh"
+#include "problem.h"
+
+namespace trellis::cuda {
+
+constexpr int kSmallWarps = 8;
+constexpr int kSmallTiles = 8;  // output tiles of a block: 128 features, one Hadamard block
+constexpr int kSmallGroup = 4;  // k tiles that a warp fetches and multiplies at a time
+// Groups in flight: two where they are large, so that as many blocks fit a multiprocessor.
+constexpr int small_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
+constexpr int kWarpTiles = 4;  // of those eight tiles a warp takes half, to need few registers
+constexpr int kColumnWarps = kSmallTiles / kWarpTiles;
+constexpr int kDepthWarps = kSmallWarps / kColumnWarps;
+constexpr int kSmallSums = kSmallTiles * 128;  // floats of a column block's sums
+
+// What the first launch leaves for the second.
+struct SmallScratch {
+  uint32_t* fragments;  // [k tiles, whole blocks][passes or eights of rows][32 lanes][1 or 2 words]
+  float* scales;        // mul1: [blocks of 128 inputs][8]
+  float* corrections;   // mul1: what the constant part of the values adds, the same layout
+  float* row_scales;    // [rows], powers of two
+  float* parts;         // [blocks][2][eights of rows][kSmallSums]: its first and last column block
+  unsigned* arrived;    // [column blocks], zeroed by the first launch
+};
+
+enum class Operand { kHalves, kBytes, kBytesTwoPasses, kPackedHalves, kPackedMul1 };
+
+__host__ __device__ constexpr bool is_integer(Operand operand) {
+  return operand == Operand::kBytes || operand == Operand::kBytesTwoPasses;
+}
+__host__ __device__ constexpr bool is_packed(Operand operand) {
+  return operand == Operand::kPackedHalves || operand == Operand::kPackedMul1;
+}
+
+// kRowGroups: eights of rows.
+template <Operand kOperand, int kRowGroups>
+struct SmallShape {
+  static constexpr bool kInteger = is_integer(kOperand);
+  static constexpr int kPasses = kOperand == Operand::kBytesTwoPasses ? 2 : 1;
+  // What a lane holds of x for one k tile, and the 32-bit words of a k tile's fragments.
+  static constexpr int kLaneWords = kInteger ? kPasses : 2 * kRowGroups;
+  static constexpr int kTileStride = 32 * kLaneWords;
+  // k tiles whose x is loaded at a time: as many as registers allow.
+  static constexpr int kAhead = kRowGroups == 1 ? kSmallGroup : 1;
+  // Blocks on a multiprocessor at once, likewise.
+  static constexpr int kResident = kRowGroups == 4   ? 2
+                                   : kRowGroups == 2 ? 3
+                                   : kPasses == 2    ? 2
+                                   : kInteger        ? 3
+                                                     : 4;
+};
+
+// mul1: value = kMul1Scale * byte sum + kMul1Offset, unrounded.
+constexpr float kMul1Scale = 0.00676727294921875f;
+constexpr float kMul1Offset = 1024.0f * kMul1Scale - 10.3828125f;
+
+template <int kTileWords>
+struct SmallLayout {  // of shared memory, in 32-bit words
+  static constexpr int kTile = kTileWords / 2;
+  static constexpr int kKTile = kWarpTiles * kTile;  // what a warp takes of a k tile
+  static constexpr int kStage = kSmallGroup * kKTile;
+  static constexpr int kStages = small_stages(kTileWords);
+  static constexpr int kRing = kStages * kStage;
+  static constexpr int kRings = kSmallWarps * kRing;
+  static constexpr int kSums = kDepthWarps * kSmallSums;  // in the rings' place, once they are done
+  static constexpr int kBlockSums = kRings > kSums ? kRings : kSums;
+  static constexpr int kFlag = kBlockSums + kSmallSums;
+  static constexpr int kBytes = (kFlag + 2) * 4;
+};
+
+// Where the sum of a row (of eight) and a feature of the column block lies: as MMA results fall, j-th tile,
+// lane, register.
+__device__ __forceinline__ int sum_index(int row, int feature) {
+  const int lane = feature % 8 * 4 + row / 2;
+  return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
+}
+
+__device__ __forceinline__ float load_as_float(const void* p, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::Half:
+      return __half2float(static_cast<const __half*>(p)[i]);
+    case DType::BFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+    default:
+      return static_cast<const float*>(p)[i];
+  }
+}
+
+__device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float value) {
+  switch (dtype) {
+    case DType::Half:
+      static_cast<__half*>(p)[i] = __float2half_rn(value);
+      return;
+    case DType::BFloat16:
+      static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(value);
+      return;
+    default:
+      static_cast<float*>(p)[i] = value;
+  }
+}
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+// A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
+__device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
+  const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+  v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
+#pragma unroll
+  for (int stride = 1; stride < 32; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride);
+      v[i] = (lane & stride) ? other - v[i] : v[i] + other;
+    }
+  }
+}
+
+// The last step of eight rows of a column block whose sums are complete: one warp a row.
+template <bool kBytesInColumns>
+__device__ __forceinline__ void finish_column_block(const Gemm& g, const float* block_sums,
+                                                    const float* row_scales, int64_t column_block,
+                                                    int first_row) {
+  const int lane = threadIdx.x % 32, of_eight = threadIdx.x / 32, row = first_row + of_eight;
+  if (row < g.m) {
+    float z[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      z[i] = block_sums[sum_index(of_eight, lane * 4 + i)];
+      if constexpr (kBytesInColumns) z[i] += block_sums[sum_index(of_eight + 4, lane * 4 + i)];
+    }
+    if (g.svh != nullptr) warp_hadamard(z, lane);
+    const float row_scale = row_scales[row];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t feature = column_block * 128 + lane * 4 + i;
+      if (feature >= g.out_columns) continue;
+      float value = z[i];
+      if (g.svh != nullptr)
+        value *= 0.088388347648318447f * load_as_float(g.svh, DType::Half, feature);
+      value *= row_scale;
+      if (g.bias != nullptr) value += load_as_float(g.bias, g.bias_dtype, feature);
+      store_as(g.y, g.y_dtype, row * g.out_columns + feature, value);
+    }
+  }
+}
+
+// `share`: groups of k tiles in a block's stretch.
+template <int kTileWords, Operand kOperand, int kRowGroups>
+__global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGroups>::kResident)
+    small_kernel(const Gemm g, const SmallScratch scratch, const int share,
+                 const PowersOfTwo powers) {
+  using Shape = SmallShape<kOperand, kRowGroups>;
+  using Layout = SmallLayout<kTileWords>;
+  constexpr int kPasses = Shape::kPasses;
+  constexpr int kStages = Layout::kStages;
+
+  extern __shared__ __align__(128) uint32_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t* const ring = shared + warp * Layout::kRing;
+  float* const block_sums = reinterpret_cast<float*>(shared + Layout::kBlockSums);
+  const int depth = warp / kColumnWarps;                       // which share of the inputs
+  const int column = warp % kColumnWarps * kWarpTiles;         // first tile of its columns
+  float4* const all_sums = reinterpret_cast<float4*>(shared);  // [depth][kSmallSums / 4]
+  // 32-bit on purpose: divisions of 64-bit numbers would take longer than a small layer's product.
+  const int groups = static_cast<int>((g.in_tiles + kSmallGroup - 1) / kSmallGroup);
+  const int column_blocks = static_cast<int>((g.out_tiles + kSmallTiles - 1) / kSmallTiles);
+  const int begin = static_cast<int>(blockIdx.x) * share;
+  const int stop = min(begin + share, groups * column_blocks);
+  const int64_t row_stride = g.out_tiles * Layout::kTile;
+  const Hash hash = hash_of(g.codebook);
+  const Window<kTileWords> window(lane);
+  const int pair_row = lane % 4 * 2;  // this lane's columns of the MMA result
+  int stage = 0;
+  bool waited = false;
+
+  for (int at = begin; at < stop;) {
+    const int column_block = at / groups;
+    const int low = at - column_block * groups;
+    const int length = min(groups - low, stop - at);
+    const int first = low + length * depth / kDepthWarps;
+    const int last = low + length * (depth + 1) / kDepthWarps;
+    const int64_t first_tile = static_cast<int64_t>(column_block) * kSmallTiles + column;
+    const int tiles = static_cast<int>(max(
+        static_cast<int64_t>(0), min(static_cast<int64_t>(kWarpTiles), g.out_tiles - first_tile)));
+    const int row_bytes = tiles * kTileWords * 2;
+    const int end = tiles > 0 ? last : first;
+    const uint32_t* source =
+        g.trellis + lane * 4 +
+        (static_cast<int64_t>(first) * kSmallGroup * g.out_tiles + first_tile) * Layout::kTile;
+    // k tiles still to be fetched; the last group of all may be a short one.
+    int rows_left = static_cast<int>(min(g.in_tiles, static_cast<int64_t>(end) * kSmallGroup) -
+                                     static_cast<int64_t>(first) * kSmallGroup);
+    // 16 bytes a lane and step; at up to four bits one step brings a k tile.
+    const auto fetch = [&](int to_stage) {
+      uint32_t* const to = ring + to_stage * Layout::kStage + lane * 4;
+#pragma unroll
+      for (int i = 0; i < kSmallGroup; ++i) {
+#pragma unroll
+        for (int word = 0; word < Layout::kKTile; word += 128) {
+          if (i < rows_left && (lane * 4 + word) * 4 < row_bytes)
+            copy_async_16(to + i * Layout::kKTile + word, source + i * row_stride + word);
+        }
+      }
+      copy_commit();
+      source += kSmallGroup * row_stride;
+      rows_left -= kSmallGroup;
+    };
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) fetch((stage + i) % kStages);
+
+    // The activations come from the launch in front; the weights above did not have to wait for it.
+    // What it wrote is read by plain loads only: the compiler may move read-only ones before the wait.
+    if (!waited) wait_for_previous_kernel();
+    waited = true;
+
+    const uint32_t* x_source = scratch.fragments +
+                               static_cast<int64_t>(first) * kSmallGroup * Shape::kTileStride +
+                               lane * (Shape::kInteger ? 1 : 2);
+    uint32_t next[Shape::kAhead][Shape::kLaneWords] = {};
+    const auto load_x = [&](bool real) {
+#pragma unroll
+      for (int i = 0; i < Shape::kAhead; ++i) {
+#pragma unroll
+        for (int w = 0; w < Shape::kLaneWords; w += Shape::kInteger ? 1 : 2) {
+          const uint32_t* const from = x_source + i * Shape::kTileStride + w * 32;
+          if constexpr (Shape::kInteger) {
+            next[i][w] = real ? *from : 0u;
+          } else {
+            const uint2 pair = real ? *reinterpret_cast<const uint2*>(from) : uint2{};
+            next[i][w] = pair.x, next[i][w + 1] = pair.y;
+          }
+        }
+      }
+      x_source += Shape::kAhead * Shape::kTileStride;
+    };
+    load_x(first < end);
+
+    float sums[kRowGroups][kWarpTiles][4] = {};
+    int whole[kPasses][kWarpTiles][4] = {};  // mul1: sums of the current 128-block
+    float correction = 0.0f;                 // mul1: of row `lane`, lanes 0..7
+    float scale[2] = {};
+
+    for (int group = first; group < end; ++group) {
+      if constexpr (Shape::kInteger) {
+        if (group == first || group % 2 == 0) {  // a block of 128 inputs begins
+          const int64_t block = static_cast<int64_t>(group / 2) * kSmallRows;
+          // With bytes in columns, 0..3 hold the rows' high bytes and 4..7 their low bytes.
+          const bool in_columns = kOperand == Operand::kBytes;
+          const float weight = in_columns && pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
+          const int row = in_columns ? pair_row % 4 : pair_row;
+          scale[0] = weight * scratch.scales[block + row];
+          scale[1] = weight * scratch.scales[block + row + 1];
+          // Whoever has a block's first group adds its correction.
+          if (group % 2 == 0 && lane < kSmallRows) correction += scratch.corrections[block + lane];
+        }
+      }
+      copy_wait<kStages - 1>();
+      __syncwarp();
+      const uint32_t* const packed = ring + stage * Layout::kStage;
+#pragma unroll
+      for (int i = 0; i < kSmallGroup; ++i) {
+        // A fragment's two registers for each eight rows, or four where K elements repeat.
+        uint32_t x[kRowGroups * kPasses][4];
+        const uint32_t (&now)[Shape::kLaneWords] = next[i % Shape::kAhead];
+        if constexpr (is_packed(kOperand)) {
+#pragma unroll
+          for (int r = 0; r < kRowGroups; ++r) x[r][0] = now[2 * r], x[r][1] = now[2 * r + 1];
+        } else if constexpr (Shape::kInteger) {
+#pragma unroll
+          for (int pass = 0; pass < kPasses; ++pass) {
+            x[pass][0] = __byte_perm(now[pass], 0, 0x0000);
+            x[pass][1] = __byte_perm(now[pass], 0, 0x1111);
+            x[pass][2] = __byte_perm(now[pass], 0, 0x2222);
+            x[pass][3] = __byte_perm(now[pass], 0, 0x3333);
+          }
+        } else {
+          x[0][0] = __byte_perm(now[0], 0, 0x1010), x[0][1] = __byte_perm(now[0], 0, 0x3232);
+          x[0][2] = __byte_perm(now[1], 0, 0x1010), x[0][3] = __byte_perm(now[1], 0, 0x3232);
+        }
+        if (i % Shape::kAhead == Shape::kAhead - 1) load_x(group + 1 < end || i + 1 < kSmallGroup);
+#pragma unroll
+        for (int j = 0; j < kWarpTiles; ++j) {
+          uint32_t v[3], p[8];
+          load_stretch<kTileWords>(packed + i * Layout::kKTile + j * Layout::kTile, window, v);
+          products<kTileWords>(v, hash, powers, p);
+          if constexpr (Shape::kInteger) {
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+              mma_u8s8(whole[pass][j], p[0], p[4], p[1], p[5], x[pass][0], x[pass][1]);
+              mma_u8s8(whole[pass][j], p[2], p[6], p[3], p[7], x[pass][2], x[pass][3]);
+            }
+          } else if constexpr (kOperand == Operand::kHalves) {
+#pragma unroll
+            for (uint32_t& product : p) product = halves(product);
+            mma_f16(sums[0][j], p[0], p[4], p[1], p[5], x[0][0], x[0][1]);
+            mma_f16(sums[0][j], p[2], p[6], p[3], p[7], x[0][2], x[0][3]);
+          } else {
+            uint32_t a[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair)
+              a[pair] = kOperand == Operand::kPackedMul1
+                            ? value_pair_mul1(p[2 * pair], p[2 * pair + 1])
+                            : value_pair_halves(p[2 * pair], p[2 * pair + 1]);
+#pragma unroll
+            for (int r = 0; r < kRowGroups; ++r)
+              mma_f16(sums[r][j], a[0], a[2], a[1], a[3], x[r][0], x[r][1]);
+          }
+        }
+      }
+      __syncwarp();  // everybody has read the stage before it is filled again
+      fetch(stage);
+      if (++stage == kStages) stage = 0;
+
+      if constexpr (Shape::kInteger) {
+        if (group % 2 == 1 || group + 1 == end) {
+#pragma unroll
+          for (int j = 0; j < kWarpTiles; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              // Each sum stays within 2^24 over one block, so no conversion rounds.
+              float value = static_cast<float>(whole[0][j][i]);
+              if constexpr (kPasses == 2)
+                value = fmaf(256.0f, value, static_cast<float>(whole[kPasses - 1][j][i]));
+              sums[0][j][i] = fmaf(value, scale[i % 2], sums[0][j][i]);
+#pragma unroll
+              for (int pass = 0; pass < kPasses; ++pass) whole[pass][j][i] = 0;
+            }
+          }
+        }
+      }
+    }
+    copy_wait<0>();
+
+    // ---- the warps' sums, in order ---------------------------------------------------------------
+    float added[2] = {};
+    if constexpr (Shape::kInteger) {
+      // With bytes in columns the high bytes' columns alone carry the correction.
+      added[0] = __shfl_sync(0xFFFFFFFFu, correction, pair_row);
+      added[1] = __shfl_sync(0xFFFFFFFFu, correction, pair_row + 1);
+      if (kOperand == Operand::kBytes && pair_row >= 4) added[0] = added[1] = 0.0f;
+    }
+    float4 totals[kRowGroups] = {};
+#pragma unroll
+    for (int r = 0; r < kRowGroups; ++r) {
+      __syncthreads();  // the rings, or the sums of the rows before, are done with
+#pragma unroll
+      for (int j = 0; j < kWarpTiles; ++j) {
+        const float (&sum)[4] = sums[r][j];
+        all_sums[depth * (kSmallSums / 4) + (column + j) * 32 + lane] =
+            float4{sum[0] + added[0], sum[1] + added[1], sum[2] + added[0], sum[3] + added[1]};
+      }
+      __syncthreads();
+#pragma unroll
+      for (int d = 0; d < kDepthWarps; ++d)
+        totals[r] = add(totals[r], all_sums[d * (kSmallSums / 4) + threadIdx.x]);
+    }
+
+    // ---- the stretches' sums, in order -----------------------------------------------------------
+    bool complete = true;
+    if (length < groups) {
+      float4* const all_parts = reinterpret_cast<float4*>(scratch.parts) + threadIdx.x;
+      const auto part_of = [&](int block) {
+        // A block's stretch begins in the column block of its first slot; any other that it does not
+        // have to itself is its last, and has the second.
+        const int slot = block * share >= column_block * groups ? 0 : 1;
+        return (static_cast<int64_t>(block) * 2 + slot) * kRowGroups * (kSmallSums / 4);
+      };
+      const int from = column_block * groups / share;
+      const int to = ((column_block + 1) * groups - 1) / share;
+#pragma unroll
+      for (int r = 0; r < kRowGroups; ++r)
+        __stcg(all_parts + part_of(blockIdx.x) + r * (kSmallSums / 4), totals[r]);
+      __syncthreads();
+      int* const flag = reinterpret_cast<int*>(shared + Layout::kFlag);
+      if (threadIdx.x == 0)
+        *flag = arrive(scratch.arrived + column_block) == static_cast<unsigned>(to - from);
+      __syncthreads();
+      complete = *flag != 0;
+      if (complete) {
+#pragma unroll
+        for (int r = 0; r < kRowGroups; ++r) {
+          totals[r] = float4{};
+#pragma unroll 4
+          for (int block = from; block <= to; ++block)
+            totals[r] = add(totals[r], __ldcg(all_parts + part_of(block) + r * (kSmallSums / 4)));
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; complete && r < kRowGroups; ++r) {
+      __syncthreads();
+      reinterpret_cast<float4*>(block_sums)[threadIdx.x] = totals[r];
+      __syncthreads();
+      finish_column_block<kOperand == Operand::kBytes>(g, block_sums, scratch.row_scales,
+                                                       column_block, r * 8);
+    }
+    __syncthreads();  // before the next column block writes over the sums
+    at += length;
+  }
+}
+
+// One rate's kernels; instantiated in small_k*.cu, one file a rate, so that they compile in parallel.
+template <int kTileWords>
+cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share,
+                              cudaStream_t stream);
+
+}  // namespace trellis::cuda

@@ -1,0 +1,166 @@
+// The CUDA kernels of torch.ops.trellis_ops on the LibTorch stable ABI.
+#ifdef TRELLIS_CUDA
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "checks.h"
+#include "cuda/gemm/problem.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using trellis::cuda::DType;
+
+// libtorch_cuda is not linked, so that the same file loads where torch has no CUDA.
+cudaStream_t current_stream(int32_t device) {
+  using Getter = int32_t (*)(int32_t, void**);
+  static const Getter getter = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol =
+        library != nullptr ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<Getter>(symbol);
+  }();
+  STD_TORCH_CHECK(getter != nullptr, "trellis_ops: libtorch_cuda.so is not loaded");
+  void* stream = nullptr;
+  STD_TORCH_CHECK(getter(device, &stream) == 0, "trellis_ops: no current CUDA stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+void check_launch(const char* op, cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA launch failed: ", cudaGetErrorString(error));
+}
+
+DType dtype_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return DType::Half;
+    case ScalarType::BFloat16:
+      return DType::BFloat16;
+    default:
+      return DType::Float;
+  }
+}
+
+// Kernels copy 16 bytes at a time from the packed words; a view may start anywhere.
+Tensor aligned(const Tensor& t) {
+  Tensor result = torch::stable::contiguous(t);
+  if (reinterpret_cast<uintptr_t>(result.const_data_ptr()) % 16 != 0)
+    result = torch::stable::clone(result);
+  return result;
+}
+
+int attribute(cudaDeviceAttr name, int32_t device) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, name, device);
+  return value;
+}
+
+// The exact and slow op, in Python, through the dispatcher.
+Tensor parity_gemm(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& suh,
+                   const std::optional<Tensor>& svh, const std::optional<Tensor>& bias,
+                   int64_t codebook, int64_t out_features, ScalarType out_dtype) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 8> stack{
+      from(x),    from(packed),   from(suh),          from(svh),
+      from(bias), from(codebook), from(out_features), from(out_dtype)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("trellis_ops::parity_gemm", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
+                          std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
+                          int64_t out_features, ScalarType out_dtype, int64_t /*route*/,
+                          int64_t forced_share) {
+  const char* op = "trellis_gemm";
+  trellis::checks::trellis(op, packed, codebook);
+  trellis::checks::scale(op, "suh", suh, packed, 0);
+  trellis::checks::scale(op, "svh", svh, packed, 1);
+  trellis::checks::activations(op, "x", x, packed);
+  trellis::checks::out_features(op, out_features, packed);
+  trellis::checks::bias(op, bias, out_features, x, packed);
+  trellis::checks::out_dtype(op, "out_dtype", out_dtype);
+  // The sqg codebooks have no CUDA kernel yet.
+  if (codebook > 2)
+    return parity_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int32_t device = x.get_device_index();
+
+  const auto contiguous = [](const std::optional<Tensor>& t) {
+    return t ? torch::stable::contiguous(*t) : Tensor();
+  };
+  const Tensor rows = torch::stable::contiguous(x), weights = aligned(packed);
+  const Tensor in_scale = contiguous(suh), out_scale = contiguous(svh), added = contiguous(bias);
+  std::vector<int64_t> shape;
+  int64_t count = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    shape.push_back(x.size(i));
+    count *= x.size(i);
+  }
+  shape.push_back(out_features);
+  Tensor y = torch::stable::new_empty(x, shape, out_dtype);
+  if (count == 0) return y;
+
+  trellis::cuda::Gemm g = {};
+  g.x = rows.const_data_ptr();
+  g.x_dtype = dtype_of(x.scalar_type());
+  g.m = count;
+  g.in_columns = x.size(x.dim() - 1);
+  g.trellis = static_cast<const uint32_t*>(weights.const_data_ptr());
+  g.in_tiles = packed.size(0);
+  g.out_tiles = packed.size(1);
+  g.tile_words = static_cast<int>(packed.size(2));
+  g.codebook = static_cast<int>(codebook);
+  g.suh = suh ? in_scale.const_data_ptr() : nullptr;
+  g.svh = svh ? out_scale.const_data_ptr() : nullptr;
+  g.bias = bias ? added.const_data_ptr() : nullptr;
+  g.bias_dtype = bias ? dtype_of(bias->scalar_type()) : DType::Half;
+  g.y = y.mutable_data_ptr();
+  g.y_dtype = dtype_of(out_dtype);
+  g.out_columns = out_features;
+
+  // More rows than one launch takes go in slices; each decodes the weights again.
+  const int64_t x_row = x.size(x.dim() - 1) * (g.x_dtype == DType::Float ? 4 : 2);
+  const int64_t y_row = out_features * (g.y_dtype == DType::Float ? 4 : 2);
+  for (int64_t row = 0; row < count; row += trellis::cuda::kSmallMaximum) {
+    g.m = std::min<int64_t>(count - row, trellis::cuda::kSmallMaximum);
+    g.x = static_cast<const char*>(rows.const_data_ptr()) + row * x_row;
+    g.y = static_cast<char*>(y.mutable_data_ptr()) + row * y_row;
+    const int64_t share =
+        forced_share > 0
+            ? forced_share
+            : trellis::cuda::small_share(g, attribute(cudaDevAttrMultiProcessorCount, device));
+    Tensor scratch = torch::stable::new_empty(x, {trellis::cuda::small_scratch_bytes(g, share)},
+                                              ScalarType::Byte);
+    check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share,
+                                                 current_stream(device)));
+  }
+  return y;
+}
+
+Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                    std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
+                    ScalarType out_dtype) {
+  return trellis_gemm_route(x, packed, suh, svh, bias, codebook, out_features, out_dtype, 0, 0);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CUDA, m) {
+  m.impl("trellis_gemm", TORCH_BOX(&trellis_gemm));
+  m.impl("_trellis_gemm_route", TORCH_BOX(&trellis_gemm_route));
+  m.impl("trellis_gemm_inference", TORCH_BOX(&trellis_gemm));
+}
+
+#endif  // TRELLIS_CUDA

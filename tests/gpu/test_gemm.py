@@ -1,0 +1,224 @@
+"""trellis_gemm on a GPU: right for every codebook, rate and m; the same bits every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import oracle
+import pytest
+import torch
+from layers import BOUNDS, CASES, DTYPES, make_layer
+
+import trellis_ops
+
+FORCED = torch.ops.trellis_ops._trellis_gemm_route
+
+
+def on_gpu(layer):
+    return layer.trellis.cuda(), layer.suh.cuda(), layer.svh.cuda()
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    if not got.isfinite().all():
+        return float("inf")
+    error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
+    return float(error.max())
+
+
+@pytest.mark.parametrize(("codebook", "bits"), CASES)
+def test_every_m_meets_the_bound(codebook, bits):
+    layer = make_layer(codebook, bits, rows=640, columns=384)
+    weight = torch.from_numpy(layer.weight()).cuda()
+    parts = on_gpu(layer)
+    for dtype in DTYPES:
+        x = torch.randn(130, 640, device="cuda").to(dtype)
+        want = x.double() @ weight
+        for m in (*range(1, 41), 63, 64, 65, 127, 128, 129, 130):
+            y = trellis_ops.trellis_gemm(x[:m], *parts, codebook=codebook)
+            assert y.dtype == dtype and worst_row(y, want[:m]) <= BOUNDS[dtype], m
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 32, 33])
+@pytest.mark.parametrize(
+    ("codebook", "bits"), [("mcg", 3), ("3inst", 8), ("mul1", 4), ("mul1", 2.5)]
+)
+def test_every_split_meets_the_bound(codebook, bits, m):
+    """Stretches of any length: one block for all, one for each group of tiles, any between."""
+    layer = make_layer(codebook, bits, rows=1152, columns=512)
+    x = torch.randn(m, 1100, device="cuda").half()
+    want = x.double() @ torch.from_numpy(layer.weight()[:1100, :450]).cuda()
+    bias = torch.randn(450, device="cuda")
+    for share in (1, 2, 3, 7, 17, 18, 19, 40, 1000):
+        y = FORCED(x, *on_gpu(layer), bias, layer.code, 450, torch.float32, 0, share)
+        assert worst_row(y, want + bias.double()) <= BOUNDS[torch.float32], share
+
+
+def test_without_vectors_and_with_ragged_tiles():
+    layer = make_layer("mul1", 3, rows=16 * 13, columns=16 * 11)
+    inner = torch.from_numpy(oracle.inner_weight(layer.trellis.numpy(), "mul1")).cuda().double()
+    for m in (1, 8, 12, 32):
+        x = torch.randn(m, 208, device="cuda")
+        y = trellis_ops.trellis_gemm(x, layer.trellis.cuda(), None, None, codebook="mul1")
+        assert worst_row(y, x.double() @ inner) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("codebook", ["mcg", "mul1"])
+@pytest.mark.parametrize("m", [1, 6, 16, 32])
+def test_any_finite_activation(codebook, m):
+    layer = make_layer(codebook, 4, rows=512, columns=256)
+    weight = torch.from_numpy(layer.weight()).cuda()
+    parts = on_gpu(layer)
+    base = torch.randn(m, 512, device="cuda")
+    column = base.clone()
+    column[:, 5] = 1e5
+    cases = [
+        column.bfloat16(),
+        (base * 1e30).bfloat16(),
+        (base * 1e30).float(),
+        (base * 1e-30).float(),
+        torch.full((m, 512), 6e4, device="cuda", dtype=torch.float16),
+    ]
+    for x in cases:
+        out = torch.float32 if x.dtype == torch.float16 else x.dtype
+        y = trellis_ops.trellis_gemm(x, *parts, codebook=codebook, out_dtype=out)
+        assert worst_row(y, x.double() @ weight) <= BOUNDS[out]
+
+
+@pytest.mark.parametrize("codebook", ["mcg", "mul1"])
+def test_outliers_in_one_block_do_not_cost_the_others(codebook):
+    """A block 1,000 times the rest: what the other blocks add must keep its own precision."""
+    layer = make_layer(codebook, 4, rows=512, columns=256)
+    weight = torch.from_numpy(layer.weight()).cuda()
+    parts = on_gpu(layer)
+    for m in (1, 5, 16):
+        small = torch.randn(m, 512, device="cuda").half().float()
+        loud, quiet = small.clone(), small.clone()
+        loud[:, 128:256] *= 1000
+        loud[:, 256:], loud[:, :128] = small[:, 256:], small[:, :128]
+        quiet[:, 128:256] = 0
+        only_loud = loud - quiet
+        both = trellis_ops.trellis_gemm(loud, *parts, codebook=codebook).double()
+        alone = trellis_ops.trellis_gemm(only_loud, *parts, codebook=codebook).double()
+        want = quiet.double() @ weight
+        error = ((both - alone) - want).norm(dim=-1) / want.norm(dim=-1)
+        # The difference of two float32 results a thousand times as large, plus the bound itself.
+        assert float(error.max()) <= 1e-3
+
+
+@pytest.mark.parametrize("m", [1, 4, 7, 16, 32, 100])
+def test_repeats_and_replays_bit_for_bit(m):
+    layer = make_layer("mcg" if m % 2 else "mul1", 4, rows=2048, columns=1024)
+    parts = on_gpu(layer)
+    x = torch.randn(m, 2048, device="cuda").bfloat16()
+
+    def call():
+        return trellis_ops.trellis_gemm(x, *parts, codebook=layer.codebook)
+
+    want = call()
+    for _ in range(100):
+        assert torch.equal(call(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    y.fill_(float("nan"))
+    held = torch.cuda.memory_allocated()
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y, want)
+    assert torch.cuda.memory_allocated() == held
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 16, 17, 32, 33, 128])
+def test_first_call_of_a_process_may_be_captured(m):
+    script = f"""
+        import torch, trellis_ops
+        torch.manual_seed(0)
+        shape = (32, 16, 64)
+        trellis = torch.randint(-32768, 32768, shape, dtype=torch.int16).cuda()
+        suh, svh = torch.ones(512).half().cuda(), torch.ones(256).half().cuda()
+        x = torch.randn({m}, 512).half().cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mcg")
+        graph.replay()
+        eager = trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mcg")
+        assert eager.isfinite().all() and torch.equal(y, eager)
+        print("same")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_strides_and_alignment():
+    layer = make_layer("mul1", 4, rows=256, columns=384)
+    trellis, suh, svh = on_gpu(layer)
+    base = torch.randn(64, 600, device="cuda").half()
+    moved = torch.zeros(trellis.numel() + 1, dtype=torch.int16, device="cuda")
+    moved[1:] = trellis.flatten()
+    odd_trellis = moved[1:].view(trellis.shape)
+    views = [base[:5, :512:2], base[:, 10:266], base.t()[:256].t()[1:6], base[3:4, 1:257]]
+    views += [base[:1, :256].expand(7, 256), base[:6, :256].view(2, 3, 256).transpose(0, 1)]
+    for x in views:
+        want = trellis_ops.trellis_gemm(x.contiguous(), trellis, suh, svh, codebook="mul1")
+        assert torch.equal(trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mul1"), want)
+        assert torch.equal(
+            trellis_ops.trellis_gemm(x, odd_trellis, suh, svh, codebook="mul1"), want
+        )
+
+
+def test_current_stream_is_honoured():
+    layer = make_layer("mcg", 4, rows=256, columns=256)
+    parts = on_gpu(layer)
+    x = torch.zeros(2, 256, device="cuda")
+    want = trellis_ops.trellis_gemm(torch.full_like(x, 3.0), *parts, codebook="mcg")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(int(1e8))
+        x.fill_(3.0)
+        y = trellis_ops.trellis_gemm(x, *parts, codebook="mcg")
+    stream.synchronize()
+    assert torch.equal(y, want)
+
+
+def test_empty_and_mixed_devices():
+    layer = make_layer("mcg", 4)
+    trellis, suh, svh = on_gpu(layer)
+    empty = trellis_ops.trellis_gemm(
+        torch.empty(0, 7, 256, device="cuda"), trellis, suh, svh, codebook="mcg"
+    )
+    assert empty.shape == (0, 7, 384)
+    x = torch.randn(2, 256, device="cuda")
+    with pytest.raises(ValueError, match=r"trellis is on cpu, expected cuda:0"):
+        trellis_ops.trellis_gemm(x, layer.trellis, layer.suh, layer.svh, codebook="mcg")
+    assert trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mcg").isfinite().all()
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_reduce_overhead(m):
+    from torch._dynamo.utils import counters
+
+    layer = make_layer("mcg", 4, rows=512, columns=512)
+    module = trellis_ops.Exl3Linear.from_tensors(
+        trellis_ops.TrellisTensor(layer.trellis, layer.suh, layer.svh, codebook="mcg")
+    ).cuda()
+    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+    x = torch.randn(m, 512, device="cuda").bfloat16()
+    counters.clear()
+    with torch.inference_mode():
+        want = module(x)
+        for _ in range(4):
+            assert torch.equal(compiled(x), want)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_opcheck():
+    layer = make_layer("mul1", 3)
+    for m in (0, 1, 3, 33):
+        x = torch.randn(m, 250, device="cuda").half()
+        arguments = (x, *on_gpu(layer), None, layer.code, 384, torch.float16)
+        torch.library.opcheck(torch.ops.trellis_ops.trellis_gemm_inference.default, arguments)
