@@ -73,8 +73,8 @@ def main() -> None:
 
     with stage("save", times, f"an EXL3 checkpoint to {options.output}"):
         # What stays dense is stored in 16 bits, as such checkpoints have it.
-        rows = {"rows": len(calibration), "cols": WINDOW}
-        save_model(model.half(), options.output, tokenizer, calibration=rows)
+        text = {"rows": len(calibration), "cols": WINDOW}
+        save_model(model, options.output, tokenizer, dtype=torch.float16, calibration=text)
         del model, capture
 
     with stage("load it back", times):

@@ -169,7 +169,8 @@ def test_inductor_compiles_the_layer_with_what_surrounds_it():
         x = torch.randn(m, 200)
         with torch.inference_mode(m == 40):
             got, want = compiled(x), block(x)
-        assert torch.linalg.norm(got - want) <= 1e-6 * torch.linalg.norm(want)
+        # Inductor may add up the sum in another order.
+        assert torch.linalg.norm(got - want) <= 1e-5 * torch.linalg.norm(want)
 
 
 def test_every_public_op_traces_without_a_break():
@@ -230,6 +231,11 @@ def test_export_save_and_load(tmp_path):
         assert torch.equal(state[name], tensor)
 
 
+# Seen with an op of one tensor and no kernel of ours.
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11 crashes while it loads a package that calls any custom op",
+)
 def test_aotinductor_package(tmp_path):
     module, program = exported()
     path = torch._inductor.aoti_compile_and_package(

@@ -139,6 +139,24 @@ def test_dtype_casts_all_but_the_packed_tensors(saved):
     assert logits(loaded).dtype == torch.bfloat16
 
 
+def test_saving_with_a_dtype_casts_all_but_the_packed_tensors(saved, tmp_path):
+    model = load_model(saved)
+    save_model(model, tmp_path / "half", dtype=torch.bfloat16)
+    loaded = load_model(tmp_path / "half")
+    assert torch.equal(logits(loaded), logits(load_model(saved, dtype=torch.bfloat16)))
+    assert loaded.dtype == loaded.config.dtype == torch.bfloat16
+    assert model.dtype == torch.float32  # as before
+
+
+def test_value_beyond_the_dtype_is_named(tmp_path):
+    model = quantized(llama())
+    with torch.no_grad():
+        model.model.norm.weight[7] = 1e5
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has values beyond.*float16"):
+        save_model(model, tmp_path / "exl3", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensors_have_the_names_of_an_exl3_checkpoint(saved):
     names = set(load_file(saved / "model.safetensors"))
     mine = {name for name in names if name.startswith(UP)}

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -84,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
     rates = [float(text) for text in options.bits.split(",")]
     bench = _Cuda() if options.device == "cuda" else _Cpu()
     bandwidth = bench.read_bandwidth()
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     results = []
     for in_features, out_features in shapes:
         for m in rows_of_x:
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
                         print(f"\r{in_features}x{out_features} m={m} ", end="", file=sys.stderr)
     console.print(_table(results, bench, bandwidth))
     if options.json:
-        _write(options.json, results, bench, bandwidth)
+        _write(options, results, bench, bandwidth)
     if options.plot:
         _plot(options.plot, results, bench)
     return 0
@@ -204,7 +207,8 @@ class _Cuda:
             torch.cuda.synchronize()
         events = [e for e in profile.key_averages() if e.device_time_total > 0]
         longest = max(events, key=lambda e: e.device_time_total)
-        return longest.key.split("(")[0].removeprefix("void ").replace("trellis::cuda::", "")
+        name = re.sub(r"\(trellis::cuda::\w+\)(?=\d)", "", longest.key)  # an enum's type
+        return name.removeprefix("void ").removeprefix("trellis::cuda::").split("(")[0]
 
     def read_bandwidth(self) -> float:
         """Bytes a second of a reduction that only reads."""
@@ -274,9 +278,16 @@ def _table(results: list[Row], bench, bandwidth: float) -> Table:
     return table
 
 
-def _write(path: Path, results: list[Row], bench, bandwidth: float) -> None:
+def _arguments(options: argparse.Namespace) -> str:
+    """What decides the numbers, as one would type it."""
+    names = ("device", "shapes", "m", "bits", "codebook")
+    return " ".join([options.what, *(f"--{name} {getattr(options, name)}" for name in names)])
+
+
+def _write(options: argparse.Namespace, results: list[Row], bench, bandwidth: float) -> None:
+    path = options.json
     content = {
-        "command": "python -m trellis_ops " + " ".join(sys.argv[1:]),
+        "command": "python -m trellis_ops bench " + _arguments(options),
         "trellis_ops": __version__,
         "torch": torch.__version__,
         "machine": bench.machine(),

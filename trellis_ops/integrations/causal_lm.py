@@ -38,6 +38,7 @@ def save_model(
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    dtype: torch.dtype | None = None,
     calibration: Mapping[str, int] | None = None,
 ) -> None:
     """Writes a model with Exl3Linear layers as an EXL3 checkpoint: weights, config, tokenizer.
@@ -50,6 +51,7 @@ def save_model(
         model: its state dict's names are the checkpoint's. Tied weights are stored once.
         directory: made if missing.
         tokenizer: saved beside the model, if given.
+        dtype: of everything that is not quantised, as it is written; default as the model has it.
         calibration: ``{"rows": ..., "cols": ...}`` of the text behind the Hessians, for the
             record; default what the model's own config says.
 
@@ -59,7 +61,7 @@ def save_model(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Exl3Linear)}
     if not layers:
         raise ValueError("save_model: the model has no Exl3Linear, quantise it first")
-    tensors = _tensors_of(model)
+    tensors = _tensors_of(model, layers, dtype)
     own = getattr(model.config, "quantization_config", None)
     if calibration is None and isinstance(own, dict) and own.get("quant_method") == "exl3":
         calibration = own.get("calibration")
@@ -67,7 +69,7 @@ def save_model(
 
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
+    config.dtype = dtype or model.dtype
     config.quantization_config = quantization
     tied = any(name not in tensors for name in model.state_dict())
     if getattr(config, "tie_word_embeddings", False) and not tied:
@@ -87,7 +89,9 @@ def save_model(
         shutil.copymode(staging / "config.json", staging / WEIGHTS)
 
 
-def _tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _tensors_of(
+    model: PreTrainedModel, layers: Mapping[str, Exl3Linear], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     """The state dict, each tied tensor under its first name only."""
     tensors, seen = {}, set()
     for name, tensor in model.state_dict().items():
@@ -98,10 +102,24 @@ def _tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
+        if dtype is not None and tensor.is_floating_point() and _stem(name) not in layers:
+            tensors[name] = _cast(name, tensor, dtype)
+            continue
         # A copy of its own: safetensors refuses tensors that share storage.
         whole = storage.nbytes() == tensor.nbytes and tensor.is_contiguous()
         tensors[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
     return tensors
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
+        raise ValueError(f"save_model: {name} has values beyond the range of {dtype}")
+    return cast
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _quantization_config(
@@ -137,7 +155,7 @@ def _tensor_storage(
 ) -> dict[str, dict]:
     storage: dict[str, dict] = {}
     for name, tensor in tensors.items():
-        entry = storage.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
+        entry = storage.setdefault(_stem(name), {"stored_tensors": {}})
         entry["stored_tensors"][name] = {
             "shape": list(tensor.shape),
             "n_bytes": tensor.nbytes,
