@@ -118,23 +118,42 @@ def find_nvcc() -> str | None:
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
+def visible_gpus() -> list[str]:
+    """Architectures of this machine's GPUs, such as "90"; none where there is no driver."""
+    command = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    if shutil.which(command[0]) is None:
+        return []
+    found = re.findall(r"^(\d+)\.(\d+)$", run_text(*command), re.MULTILINE)
+    return sorted({major + minor for major, minor in found})
+
+
 def cuda_targets(nvcc: str) -> list[str]:
+    """Flags for the architectures to compile for; none: leave the CUDA kernels out.
+
+    By default those of the GPUs at hand, since compiling for all takes minutes, which whoever has
+    no GPU would wait for in vain.
+    """
     release = re.search(r"release (\d+)\.(\d+)", run_text(nvcc, "--version"))
     if release is None:
         fail(f"{nvcc} --version tells no version.")
-    arch = os.environ.get("TRELLIS_OPS_CUDA_ARCH")
-    if arch:
-        if not re.fullmatch(r"(sm_)?\d{2,3}[af]?", arch):
-            fail(f"TRELLIS_OPS_CUDA_ARCH is {arch!r}, expected one architecture such as 90a.")
-        arch = arch.removeprefix("sm_")
-        return [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-    if (int(release[1]), int(release[2])) < (12, 8):
-        fail(
-            f"nvcc {release[1]}.{release[2]} cannot compile for sm_120; use CUDA 12.8 or newer, "
-            "or name one architecture, such as TRELLIS_OPS_CUDA_ARCH=90a."
-        )
-    machine_code = [f"-gencode=arch=compute_{t},code=sm_{t}" for t in CUDA_TARGETS]
-    return [*machine_code, "-gencode=arch=compute_80,code=compute_80"]
+    arch = os.environ.get("TRELLIS_OPS_CUDA_ARCH", "").removeprefix("sm_")
+    if arch == "all":
+        if (int(release[1]), int(release[2])) < (12, 8):
+            fail(
+                f"nvcc {release[1]}.{release[2]} cannot compile for sm_120; use CUDA 12.8 or newer, "
+                "or name one architecture, such as TRELLIS_OPS_CUDA_ARCH=90a."
+            )
+        names = CUDA_TARGETS
+    elif arch:
+        if not re.fullmatch(r"\d{2,3}[af]?", arch):
+            fail(
+                f"TRELLIS_OPS_CUDA_ARCH is {arch!r}, expected all or one architecture such as 90a."
+            )
+        names = [arch]
+    else:
+        names = [{"90": "90a"}.get(gpu, gpu) for gpu in visible_gpus()]
+    flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+    return [*flags, "-gencode=arch=compute_80,code=compute_80"] if arch == "all" else flags
 
 
 def cuda_folders(nvcc: str) -> tuple[str, str]:
@@ -178,14 +197,16 @@ def ninja_file(library: str) -> str:
             units.append((source, "cxx", flags))
     cuda = sorted(glob.glob("csrc/cuda/**/*.cu", recursive=True))
     nvcc = find_nvcc() if cuda else None
-    if nvcc:
+    targets = cuda_targets(nvcc) if nvcc else []
+    if nvcc and targets:
         include, static = cuda_folders(nvcc)
-        rules["nvcc"] = [*ccache, nvcc, *CUDA_FLAGS, *cuda_targets(nvcc), "-ccbin", compiler[-1]]
+        rules["nvcc"] = [*ccache, nvcc, *CUDA_FLAGS, *targets, "-ccbin", compiler[-1]]
         units += [(source, "nvcc", []) for source in cuda]
         torch_flags += ["-DTRELLIS_CUDA", "-isystem", include]
         link_flags += [f"-L{static}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     elif cuda:
-        print("trellis_ops: nvcc was not found, so the library gets no CUDA kernels.", flush=True)
+        reason = "no GPU was found (see TRELLIS_OPS_CUDA_ARCH)" if nvcc else "nvcc was not found"
+        print(f"trellis_ops: {reason}, so the library gets no CUDA kernels.", flush=True)
     units += [(source, "cxx", torch_flags) for source in sorted(glob.glob("csrc/*.cpp"))]
 
     text = [f"builddir = {BUILD_DIR}"]

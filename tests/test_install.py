@@ -207,21 +207,30 @@ def test_flags_by_file_name(build, monkeypatch):
 
 @needs_source
 def test_cuda_architectures(build, monkeypatch):
-    monkeypatch.setattr(build, "run_text", lambda *command: "Cuda compilation tools, release 13.0,")
+    answers = {"nvcc": "Cuda compilation tools, release 13.0,", "nvidia-smi": "9.0\n12.0\n9.0\n"}
+    monkeypatch.setattr(build, "run_text", lambda *command: answers[command[0]])
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+
+    def flags(*names):
+        return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+
+    # By default the GPUs of the machine, in their own instructions.
     monkeypatch.delenv("TRELLIS_OPS_CUDA_ARCH", raising=False)
-    assert build.cuda_targets("nvcc") == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-gencode=arch=compute_120,code=sm_120",
-        "-gencode=arch=compute_80,code=compute_80",
-    ]
+    assert build.cuda_targets("nvcc") == flags("120", "90a")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.cuda_targets("nvcc") == []
+    monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "all")
+    ptx = "-gencode=arch=compute_80,code=compute_80"
+    assert build.cuda_targets("nvcc") == [*flags("80", "90a", "120"), ptx]
     for arch in ("90a", "sm_90a"):
         monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", arch)
-        assert build.cuda_targets("nvcc") == ["-gencode=arch=compute_90a,code=sm_90a"]
+        assert build.cuda_targets("nvcc") == flags("90a")
     monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "80;90")
-    with pytest.raises(SystemExit, match="is '80;90', expected one architecture such as 90a"):
+    with pytest.raises(
+        SystemExit, match="is '80;90', expected all or one architecture such as 90a"
+    ):
         build.cuda_targets("nvcc")
-    monkeypatch.delenv("TRELLIS_OPS_CUDA_ARCH")
-    monkeypatch.setattr(build, "run_text", lambda *command: "release 12.4, V12.4.1")
+    monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "all")
+    answers["nvcc"] = "release 12.4, V12.4.1"
     with pytest.raises(SystemExit, match=r"nvcc 12\.4 cannot compile for sm_120"):
         build.cuda_targets("nvcc")
