@@ -140,8 +140,8 @@ def cuda_targets(nvcc: str) -> list[str]:
     if arch == "all":
         if (int(release[1]), int(release[2])) < (12, 8):
             fail(
-                f"nvcc {release[1]}.{release[2]} cannot compile for sm_120; use CUDA 12.8 or newer, "
-                "or name one architecture, such as TRELLIS_OPS_CUDA_ARCH=90a."
+                f"nvcc {release[1]}.{release[2]} cannot compile for sm_120; use CUDA 12.8 or "
+                "newer, or name one architecture, such as TRELLIS_OPS_CUDA_ARCH=90a."
             )
         names = CUDA_TARGETS
     elif arch:

@@ -107,6 +107,21 @@ def test_outliers_in_one_block_do_not_cost_the_others(codebook):
         assert float(error.max()) <= 1e-3
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codebook", ["mcg", "mul1"])
+def test_what_is_not_finite_stays_in_its_row(codebook, value):
+    layer = make_layer(codebook, 4, rows=512, columns=256)
+    parts = on_gpu(layer)
+    for m in (3, 7, 12, 40):
+        x = torch.randn(m, 512, device="cuda").bfloat16()
+        want = trellis_ops.trellis_gemm(x, *parts, codebook=codebook)
+        x[1, 200] = value
+        y = trellis_ops.trellis_gemm(x, *parts, codebook=codebook)
+        assert not y[1].isfinite().any()
+        others = [row for row in range(m) if row != 1]
+        assert torch.equal(y[others], want[others])
+
+
 @pytest.mark.parametrize("m", [1, 4, 7, 16, 32, 100])
 def test_repeats_and_replays_bit_for_bit(m):
     layer = make_layer("mcg" if m % 2 else "mul1", 4, rows=2048, columns=1024)

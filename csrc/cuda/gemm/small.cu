@@ -110,12 +110,12 @@ __device__ void rotate_block(const Gemm& g, const SmallScratch& scratch, Operand
 
   const float largest =
       warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
-  const bool scalable = largest > 0.0f && !isinf(largest);
-  const float scale = scalable ? largest / kLargestInteger : 1.0f;
+  const float scale = largest > 0.0f && !isinf(largest) ? largest / kLargestInteger : 1.0f;
   int total = 0;
+  bool finite = true;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    // A NaN or an infinity must not pass for a number.
+    finite &= isfinite(v[i]);
     const float steps = v[i] / scale;
     const int value = isfinite(steps) ? __float2int_rn(steps) : 0;
     total += value;
@@ -133,11 +133,13 @@ __device__ void rotate_block(const Gemm& g, const SmallScratch& scratch, Operand
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
+  finite = __all_sync(0xFFFFFFFFu, finite);
   if (lane == 0) {
-    const float nothing = largest == largest && !isinf(largest) ? 0.0f : __int_as_float(0x7FC00000);
-    scratch.scales[block * kSmallRows + row] = real ? scale + nothing : 0.0f;
+    // Integers cannot carry a NaN or an infinity; the row's scale can.
+    const float poison = finite ? 0.0f : __int_as_float(0x7FC00000);
+    scratch.scales[block * kSmallRows + row] = real ? scale + poison : 0.0f;
     scratch.corrections[block * kSmallRows + row] =
-        real ? kMul1Offset * scale * static_cast<float>(total) + nothing : 0.0f;
+        real ? kMul1Offset * scale * static_cast<float>(total) + poison : 0.0f;
   }
 }
 
