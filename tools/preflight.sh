@@ -13,8 +13,8 @@ fail() {
 
 command -v "$python" >/dev/null 2>&1 ||
     fail "$python was not found; install Python 3.10 or newer, or name one: make PYTHON=python3.12"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "needs Python 3.10 or newer, $python is $("$python" -V 2>&1); name one: make PYTHON=python3.12"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    fail "needs Python 3.10 or newer, $python is $("$python" -V 2>&1 | head -n 1); name one: make PYTHON=python3.12"
 "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 ||
     fail "$python cannot make virtual environments (Debian, Ubuntu: apt install python3-venv)."
 # torch.compile compiles against it at run time.

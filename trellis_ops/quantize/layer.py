@@ -89,7 +89,7 @@ def _check(weight: torch.Tensor, hessian: torch.Tensor | None, bias: torch.Tenso
         raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [out, in]")
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{op}: weight has NaN or infinite elements, expected finite ones")
-    largest = float(weight.abs().max())
+    largest = float(weight.detach().abs().max())
     if largest > 2.0**20 or 0 < largest < 2.0**-28:
         raise ValueError(
             f"{op}: weight's largest magnitude is {largest:g}, expected 2^-28 to 2^20 "

@@ -115,13 +115,17 @@ def _reporter(progress: bool | Progress, total: int) -> Iterator[Progress]:
         return
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %, left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[layer]}"),
+        BarColumn(bar_width=20),
+        # A column shares a narrow terminal with the layer's long name, unless it refuses to.
+        TextColumn("{task.percentage:3.0f} %", table_column=Column(no_wrap=True, min_width=5)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn(
+            "left; {task.fields[layer]}", table_column=Column(no_wrap=True, overflow="ellipsis")
+        ),
     )
     with Bar(*columns) as bar:
         task = bar.add_task("quantise", total=total, layer="")
