@@ -33,10 +33,6 @@ trellis::DType dtype_of(ScalarType dtype) {
   }
 }
 
-Tensor empty_like_device(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
-}
-
 // The matrix as kernels see it; `kept` holds the contiguous copies alive.
 trellis::Matrix matrix_of(const Tensor& packed, const std::optional<Tensor>& suh,
                           const std::optional<Tensor>& svh, int64_t codebook,
@@ -59,14 +55,8 @@ trellis::Matrix matrix_of(const Tensor& packed, const std::optional<Tensor>& suh
 Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
                     std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
                     ScalarType out_dtype) {
-  const char* op = "trellis_gemm";
-  trellis::checks::trellis(op, packed, codebook);
-  trellis::checks::scale(op, "suh", suh, packed, 0);
-  trellis::checks::scale(op, "svh", svh, packed, 1);
-  trellis::checks::activations(op, "x", x, packed);
-  trellis::checks::out_features(op, out_features, packed);
-  trellis::checks::bias(op, bias, out_features, x, packed);
-  trellis::checks::out_dtype(op, "out_dtype", out_dtype);
+  trellis::checks::gemm("trellis_gemm", x, packed, suh, svh, bias, codebook, out_features,
+                        out_dtype);
 
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
@@ -79,10 +69,10 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
     count *= x.size(i);
   }
   shape.push_back(out_features);
-  Tensor out = empty_like_device(x, shape, out_dtype);
+  Tensor out = torch::stable::new_empty(x, shape, out_dtype);
   if (count == 0) return out;
   Tensor scratch =
-      empty_like_device(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
+      torch::stable::new_empty(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
   const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
                            x.size(x.dim() - 1)};
   Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
@@ -102,7 +92,7 @@ Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor
   trellis::checks::out_dtype(op, "dtype", dtype);
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
-  Tensor out = empty_like_device(packed, {w.in_features(), w.out_features()}, dtype);
+  Tensor out = torch::stable::new_empty(packed, {w.in_features(), w.out_features()}, dtype);
   trellis::dequantize(w, out.mutable_data_ptr(), dtype_of(dtype));
   return out;
 }
@@ -116,7 +106,7 @@ Tensor hadamard_128(Tensor x) {
   const Tensor rows = torch::stable::contiguous(x);
   std::vector<int64_t> shape;
   for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
-  Tensor out = empty_like_device(x, shape, x.scalar_type());
+  Tensor out = torch::stable::new_empty(x, shape, x.scalar_type());
   trellis::hadamard_blocks(rows.const_data_ptr(), out.mutable_data_ptr(), dtype_of(x.scalar_type()),
                            x.numel() / 128);
   return out;
@@ -136,15 +126,15 @@ std::tuple<Tensor, Tensor> quantize_tiles_isa(Tensor tiles, int64_t tile_words, 
   const int words = static_cast<int>(tile_words);
   const int64_t count = tiles.size(0);
   const Tensor targets = torch::stable::contiguous(tiles);
-  Tensor states = empty_like_device(tiles, {count, 256}, ScalarType::Int);
-  Tensor values = empty_like_device(tiles, {count, 256}, ScalarType::Float);
+  Tensor states = torch::stable::new_empty(tiles, {count, 256}, ScalarType::Int);
+  Tensor values = torch::stable::new_empty(tiles, {count, 256}, ScalarType::Float);
   const float* table = trellis::codebook_values(static_cast<int>(codebook), words / 16);
   const trellis::SearchTile search = trellis::search_kernel(static_cast<trellis::Isa>(isa));
 
   // One scratch block per worker; each takes tiles worker, worker + workers, ...
   const int64_t workers = std::min<int64_t>(count, trellis::thread_count());
   const int64_t bytes = (static_cast<int64_t>(trellis::search_scratch_bytes(words)) + 63) / 64 * 64;
-  Tensor scratch = empty_like_device(tiles, {workers * bytes + 64}, ScalarType::Byte);
+  Tensor scratch = torch::stable::new_empty(tiles, {workers * bytes + 64}, ScalarType::Byte);
   const auto base = (reinterpret_cast<uintptr_t>(scratch.mutable_data_ptr()) + 63) / 64 * 64;
   const float* target = static_cast<const float*>(targets.const_data_ptr());
   int32_t* state = static_cast<int32_t*>(states.mutable_data_ptr());

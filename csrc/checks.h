@@ -177,4 +177,17 @@ inline void bias(const char* op, const std::optional<Tensor>& vector, int64_t ou
   same_device(op, "bias", *vector, "x", x);
 }
 
+inline void gemm(const char* op, const Tensor& x, const Tensor& packed,
+                 const std::optional<Tensor>& suh, const std::optional<Tensor>& svh,
+                 const std::optional<Tensor>& added, int64_t codebook, int64_t features,
+                 ScalarType dtype) {
+  trellis(op, packed, codebook);
+  scale(op, "suh", suh, packed, 0);
+  scale(op, "svh", svh, packed, 1);
+  activations(op, "x", x, packed);
+  out_features(op, features, packed);
+  bias(op, added, features, x, packed);
+  out_dtype(op, "out_dtype", dtype);
+}
+
 }  // namespace trellis::checks

@@ -84,13 +84,7 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
                           int64_t out_features, ScalarType out_dtype, int64_t /*route*/,
                           int64_t forced_share) {
   const char* op = "trellis_gemm";
-  trellis::checks::trellis(op, packed, codebook);
-  trellis::checks::scale(op, "suh", suh, packed, 0);
-  trellis::checks::scale(op, "svh", svh, packed, 1);
-  trellis::checks::activations(op, "x", x, packed);
-  trellis::checks::out_features(op, out_features, packed);
-  trellis::checks::bias(op, bias, out_features, x, packed);
-  trellis::checks::out_dtype(op, "out_dtype", out_dtype);
+  trellis::checks::gemm(op, x, packed, suh, svh, bias, codebook, out_features, out_dtype);
   // The sqg codebooks have no CUDA kernel yet.
   if (codebook > 2)
     return parity_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype);

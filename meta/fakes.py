@@ -28,7 +28,7 @@ for _name in ("trellis_gemm", "trellis_gemm_inference", "parity_gemm"):
 
 @_fake("_trellis_gemm_route")
 def _trellis_gemm_route(
-    x, trellis, suh, svh, bias, codebook, out_features, out_dtype, route, split
+    x, trellis, suh, svh, bias, codebook, out_features, out_dtype, route, share
 ):
     OPS["trellis_gemm"](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)

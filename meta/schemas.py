@@ -31,8 +31,8 @@ SCHEMAS: dict[str, str] = {
     "unpack_trellis": "(Tensor trellis) -> Tensor",
     "pack_trellis": "(Tensor states, int tile_words) -> Tensor",
     "quantize_tiles": "(Tensor tiles, int tile_words, int codebook) -> (Tensor, Tensor)",
-    # Private: force one CUDA route (see csrc/cuda/gemm/problem.h) and its split of the inputs.
-    "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int split) ->"),
+    # Private: force one CUDA route and its share of the matrix (see csrc/cuda/gemm/problem.h).
+    "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
     "_quantize_tiles_isa": (
         "(Tensor tiles, int tile_words, int codebook, int isa) -> (Tensor, Tensor)"

@@ -89,10 +89,10 @@ def _gemm(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     code = codebooks.codebook_id(codebook, op)
-    checks.trellis(op, trellis, code)
-    checks.is_tensor(op, "x", x)
     if out_features is None:
+        checks.trellis(op, trellis, code)
         out_features = trellis.shape[1] * TILE
+    checks.is_tensor(op, "x", x)
     if out_dtype is None:
         device = x.device.type
         # No torch.amp.is_autocast_available: torch 2.11 cannot trace it.

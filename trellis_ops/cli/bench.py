@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -327,8 +328,6 @@ def _plot(path: Path, results: list[Row], bench) -> None:
 
 
 def _output(command: list[str]) -> str:
-    import subprocess
-
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -33,12 +33,12 @@ constexpr int kSmallMaximum = 32;  // rows of one call of launch_small
 // Eights of rows that a kernel is instantiated for: 1, 2 or 4.
 inline int small_row_groups(const Gemm& g) { return g.m <= 8 ? 1 : g.m <= 16 ? 2 : 4; }
 
-// The matrix is cut into equal stretches, one a block; their length in groups of two k tiles.
+// The matrix is cut into equal stretches, one a block; their length in groups of four k tiles.
 int64_t small_share(const Gemm& g, int sm_count);
 
 // Scratch in bytes: activation fragments, a scale and a correction for each row of each block of 128
-// inputs, two parts of 4 KiB for each stretch and
-// eight rows, and a counter for each 128 output features.
+// inputs, two parts of 4 KiB for each stretch and eight rows, and a counter for each 128 output
+// features.
 int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
