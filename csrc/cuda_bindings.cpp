@@ -21,6 +21,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using trellis::cuda::DType;
+using trellis::cuda::Route;
 
 // libtorch_cuda is not linked, so that the same file loads where torch has no CUDA.
 cudaStream_t current_stream(int32_t device) {
@@ -81,7 +82,7 @@ Tensor parity_gemm(const Tensor& x, const Tensor& packed, const std::optional<Te
 
 Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
                           std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
-                          int64_t out_features, ScalarType out_dtype, int64_t /*route*/,
+                          int64_t out_features, ScalarType out_dtype, int64_t forced_route,
                           int64_t forced_share) {
   const char* op = "trellis_gemm";
   trellis::checks::gemm(op, x, packed, suh, svh, bias, codebook, out_features, out_dtype);
@@ -124,6 +125,26 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   g.y_dtype = dtype_of(out_dtype);
   g.out_columns = out_features;
 
+  const trellis::cuda::Gpu gpu = {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+                                      attribute(cudaDevAttrComputeCapabilityMinor, device),
+                                  attribute(cudaDevAttrMultiProcessorCount, device)};
+  STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Wide256), op,
+                  ": no such route: ", forced_route);
+  Route route = static_cast<Route>(forced_route);
+  if (route == Route::Automatic) route = trellis::cuda::choose_route(g, gpu);
+  STD_TORCH_CHECK(trellis::cuda::can_run(route, gpu), op, ": this GPU cannot run route ",
+                  forced_route);
+  const cudaStream_t stream = current_stream(device);
+  const auto scratch_of = [&](int64_t bytes) {
+    return torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
+  };
+  if (route != Route::Small) {
+    const trellis::cuda::WideSchedule schedule = trellis::cuda::wide_schedule(
+        g, trellis::cuda::rows_of(route), gpu.sm_count, forced_share);
+    Tensor scratch = scratch_of(trellis::cuda::wide_scratch_bytes(schedule));
+    check_launch(op, trellis::cuda::launch_wide(g, schedule, scratch.mutable_data_ptr(), stream));
+    return y;
+  }
   // More rows than one launch takes go in slices; each decodes the weights again.
   const int64_t x_row = x.size(x.dim() - 1) * (g.x_dtype == DType::Float ? 4 : 2);
   const int64_t y_row = out_features * (g.y_dtype == DType::Float ? 4 : 2);
@@ -132,13 +153,9 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
     g.x = static_cast<const char*>(rows.const_data_ptr()) + row * x_row;
     g.y = static_cast<char*>(y.mutable_data_ptr()) + row * y_row;
     const int64_t share =
-        forced_share > 0
-            ? forced_share
-            : trellis::cuda::small_share(g, attribute(cudaDevAttrMultiProcessorCount, device));
-    Tensor scratch = torch::stable::new_empty(x, {trellis::cuda::small_scratch_bytes(g, share)},
-                                              ScalarType::Byte);
-    check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share,
-                                                 current_stream(device)));
+        forced_share > 0 ? forced_share : trellis::cuda::small_share(g, gpu.sm_count);
+    Tensor scratch = scratch_of(trellis::cuda::small_scratch_bytes(g, share));
+    check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share, stream));
   }
   return y;
 }

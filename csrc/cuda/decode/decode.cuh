@@ -120,8 +120,9 @@ __host__ __device__ constexpr Plan plan() {
   return result;
 }
 
-// The eight products of a lane.
-template <int kTileWords>
+// The eight products of a lane. Without the pair trick less falls to the multiply pipe, which is for
+// codebooks that need that pipe afterwards.
+template <int kTileWords, bool kPairTrick = true>
 __device__ __forceinline__ void products(const uint32_t (&v)[3], const Hash hash,
                                          const PowersOfTwo& powers, uint32_t (&p)[8]) {
   constexpr Plan kPlan = plan<kTileWords>();
@@ -137,6 +138,10 @@ __device__ __forceinline__ void products(const uint32_t (&v)[3], const Hash hash
     if (kPlan.partner[j] >= 0) {
       const uint32_t q = (w >> 16) * hash.multiplier + hash.addend;
       p[kPlan.partner[j]] = q;
+      if constexpr (!kPairTrick) {
+        p[j] = (w & 0xFFFFu) * hash.multiplier + hash.addend;
+        continue;
+      }
       p[j] = q * 0xFFFF0000u + (w * hash.multiplier + low_addend);
       continue;
     }
@@ -156,22 +161,36 @@ __device__ __forceinline__ uint32_t halves(uint32_t product) {
 // Two codebook values in FP16, bit-exact: 3inst and mcg from two products ...
 __device__ __forceinline__ uint32_t value_pair_halves(uint32_t first, uint32_t second) {
   first = halves(first), second = halves(second);
-  const uint32_t low = __byte_perm(first, second, 0x5410),
-                 high = __byte_perm(first, second, 0x7632);
-  const __half2 sum =
-      __hadd2(reinterpret_cast<const __half2&>(low), reinterpret_cast<const __half2&>(high));
-  return reinterpret_cast<const uint32_t&>(sum);
+  const __half2 a = reinterpret_cast<const __half2&>(first),
+                b = reinterpret_cast<const __half2&>(second);
+  // Additions choose the halves of their operands for nothing; packing first would take one more
+  // permute, which the integer pipe has no room for.
+  const __half2 low = __hadd2(__low2half2(a), __high2half2(a)),
+                high = __hadd2(__low2half2(b), __high2half2(b));
+  return __byte_perm(reinterpret_cast<const uint32_t&>(low),
+                     reinterpret_cast<const uint32_t&>(high), 0x5410);
 }
 
 // ... and mul1: 0x6400 + sum of bytes is the FP16 number 1024 + sum; one fused multiply-add follows.
 __device__ __forceinline__ uint32_t value_pair_mul1(uint32_t first, uint32_t second) {
-  const uint32_t pair =
-      __dp4a(second, 0x01010101u, 0u) * 65536u + __dp4a(first, 0x01010101u, 0x64006400u);
+  const uint32_t pair = __byte_perm(__dp4a(first, 0x01010101u, 0x6400u),
+                                    __dp4a(second, 0x01010101u, 0x6400u), 0x5410);
   const uint32_t scale = 0x1EEE1EEEu, offset = 0xC931C931u;
   const __half2 value =
       __hfma2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(scale),
               reinterpret_cast<const __half2&>(offset));
   return reinterpret_cast<const uint32_t&>(value);
+}
+
+// A lane's eight values as its A fragment of m16n8k16.
+template <bool kMul1>
+__device__ __forceinline__ void packed_values(const uint32_t (&p)[8], uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int pair = i / 2 + i % 2 * 2;  // the fragment has rows 8..15 before columns 8..15
+    a[i] = kMul1 ? value_pair_mul1(p[2 * pair], p[2 * pair + 1])
+                 : value_pair_halves(p[2 * pair], p[2 * pair + 1]);
+  }
 }
 
 }  // namespace trellis::cuda

@@ -26,12 +26,24 @@ struct Gemm {
   int64_t out_columns;
 };
 
+// ---- the choice of kernels (gemm/dispatch.cu) -----------------------------------------------------
+// Numbers are what _trellis_gemm_route takes.
+enum class Route : int { Automatic = 0, Small = 1, Wide64 = 2, Wide128 = 3, Wide256 = 4 };
+
+struct Gpu {
+  int capability;  // 90 for 9.0
+  int sm_count;
+};
+
+// The fastest route, by measurement; a pure function of shapes, rate, codebook and GPU.
+Route choose_route(const Gemm& g, const Gpu& gpu);
+bool can_run(Route route, const Gpu& gpu);
+// Rows of a tile of that route, or of a call of launch_small.
+int rows_of(Route route);
+
 // ---- few rows (gemm/small*) -----------------------------------------------------------------------
 constexpr int kSmallRows = 8;      // that one MMA takes
 constexpr int kSmallMaximum = 32;  // rows of one call of launch_small
-
-// Eights of rows that a kernel is instantiated for: 1, 2 or 4.
-inline int small_row_groups(const Gemm& g) { return g.m <= 8 ? 1 : g.m <= 16 ? 2 : 4; }
 
 // The matrix is cut into equal stretches, one a block; their length in groups of four k tiles.
 int64_t small_share(const Gemm& g, int sm_count);
@@ -42,5 +54,31 @@ int64_t small_share(const Gemm& g, int sm_count);
 int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
+
+// ---- many rows, on sm_90a (gemm/wide*) -------------------------------------------------------------
+// How the product is cut. A tile is two column blocks (256 output features) by kRows rows and as many
+// steps of 64 inputs as there are. A worker is a block, or a cluster of two blocks where rows are 256.
+// Workers take whole tiles in turn; what would not fill the last round evenly is cut into equal
+// stretches of steps instead.
+struct WideSchedule {
+  int rows;       // of a tile: 64, 128 or 256
+  int cluster;    // blocks of a worker
+  int workers;
+  int row_tiles, pairs, steps;
+  int band;       // row tiles that are worked on side by side, so that the cache serves them
+  int rounds;     // whole tiles of each worker
+  int rest;       // tiles that are cut into stretches
+  int share;      // steps of a stretch
+};
+
+// `share`: 0 for the best one.
+WideSchedule wide_schedule(const Gemm& g, int rows, int sm_count, int64_t share);
+
+// Scratch in bytes: 2 for each row (rounded up to a tile) and input, two parts of 4 for each worker and
+// sum of a tile, 4 for each row and each column block of the rest.
+int64_t wide_scratch_bytes(const WideSchedule& schedule);
+
+cudaError_t launch_wide(const Gemm& g, const WideSchedule& schedule, void* scratch,
+                        cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -1,6 +1,6 @@
 // y for few rows (at most 32): weights stream past once, straight from packed words into MMA operands.
 //
-// Two launches. `rotate_small` (small.cu) turns the rows into MMA fragments of H(x * suh). Then each
+// Two launches. `rotate_rows` (rotate.cu) turns the rows into MMA fragments of H(x * suh). Then each
 // block of `small_kernel` takes an equal share of the whole matrix: the groups of k tiles of all column
 // blocks (128 output features, one Hadamard block) are laid end to end and cut into as many stretches
 // as fit the GPU at once, so that no multiprocessor waits for another. Within a stretch the eight warps
@@ -22,12 +22,9 @@
 //   packed (all)         the value in FP16, one MMA for each tile and eight rows
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "../common/ptx.cuh"
 #include "../decode/decode.cuh"
-#include "problem.h"
+#include "rotate.cuh"
+#include "rows.cuh"
 
 namespace trellis::cuda {
 
@@ -41,23 +38,37 @@ constexpr int kColumnWarps = kSmallTiles / kWarpTiles;
 constexpr int kDepthWarps = kSmallWarps / kColumnWarps;
 constexpr int kSmallSums = kSmallTiles * 128;  // floats of a column block's sums
 
-// What the first launch leaves for the second.
+// What the first launch leaves for the second, and where the blocks meet.
 struct SmallScratch {
-  uint32_t* fragments;  // [k tiles, whole blocks][passes or eights of rows][32 lanes][1 or 2 words]
-  float* scales;        // mul1: [blocks of 128 inputs][8]
-  float* corrections;   // mul1: what the constant part of the values adds, the same layout
-  float* row_scales;    // [rows], powers of two
-  float* parts;         // [blocks][2][eights of rows][kSmallSums]: its first and last column block
-  unsigned* arrived;    // [column blocks], zeroed by the first launch
+  Rotated rotated;  // its counters: one a column block
+  float* parts;     // [blocks][2][eights of rows][kSmallSums]: its first and last column block
 };
 
-enum class Operand { kHalves, kBytes, kBytesTwoPasses, kPackedHalves, kPackedMul1 };
-
-__host__ __device__ constexpr bool is_integer(Operand operand) {
-  return operand == Operand::kBytes || operand == Operand::kBytesTwoPasses;
+inline Operand small_operand(const Gemm& g) {
+  const bool mul1 = g.codebook == 2;
+  if (g.m > kSmallRows) return mul1 ? Operand::kPackedMul1 : Operand::kPackedHalves;
+  if (!mul1) return Operand::kHalves;
+  return g.m <= 4 ? Operand::kBytes : Operand::kBytesTwoPasses;
 }
-__host__ __device__ constexpr bool is_packed(Operand operand) {
-  return operand == Operand::kPackedHalves || operand == Operand::kPackedMul1;
+// Eights of rows that a kernel is instantiated for.
+inline int small_row_groups(const Gemm& g) { return g.m <= 8 ? 1 : g.m <= 16 ? 2 : 4; }
+inline int64_t small_column_blocks(const Gemm& g) {
+  return (g.out_tiles + kSmallTiles - 1) / kSmallTiles;
+}
+inline int64_t small_groups(const Gemm& g) {
+  return (g.in_tiles + kSmallGroup - 1) / kSmallGroup * small_column_blocks(g);
+}
+inline int64_t small_stretches(const Gemm& g, int64_t share) {
+  return (small_groups(g) + share - 1) / share;
+}
+
+// Blocks that a multiprocessor has registers for.
+__host__ __device__ constexpr int small_resident(Operand operand, int row_groups) {
+  return row_groups == 4                       ? 2
+         : row_groups == 2                     ? 3
+         : operand == Operand::kBytesTwoPasses ? 2
+         : operand == Operand::kBytes          ? 3
+                                               : 4;
 }
 
 // kRowGroups: eights of rows.
@@ -70,17 +81,7 @@ struct SmallShape {
   static constexpr int kTileStride = 32 * kLaneWords;
   // k tiles whose x is loaded at a time: as many as registers allow.
   static constexpr int kAhead = kRowGroups == 1 ? kSmallGroup : 1;
-  // Blocks on a multiprocessor at once, likewise.
-  static constexpr int kResident = kRowGroups == 4   ? 2
-                                   : kRowGroups == 2 ? 3
-                                   : kPasses == 2    ? 2
-                                   : kInteger        ? 3
-                                                     : 4;
 };
-
-// mul1: value = kMul1Scale * byte sum + kMul1Offset, unrounded.
-constexpr float kMul1Scale = 0.00676727294921875f;
-constexpr float kMul1Offset = 1024.0f * kMul1Scale - 10.3828125f;
 
 template <int kTileWords>
 struct SmallLayout {  // of shared memory, in 32-bit words
@@ -103,46 +104,8 @@ __device__ __forceinline__ int sum_index(int row, int feature) {
   return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
 }
 
-__device__ __forceinline__ float load_as_float(const void* p, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::Half:
-      return __half2float(static_cast<const __half*>(p)[i]);
-    case DType::BFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-    default:
-      return static_cast<const float*>(p)[i];
-  }
-}
-
-__device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float value) {
-  switch (dtype) {
-    case DType::Half:
-      static_cast<__half*>(p)[i] = __float2half_rn(value);
-      return;
-    case DType::BFloat16:
-      static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(value);
-      return;
-    default:
-      static_cast<float*>(p)[i] = value;
-  }
-}
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-// A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
-__device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
-  const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-  v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
-#pragma unroll
-  for (int stride = 1; stride < 32; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride);
-      v[i] = (lane & stride) ? other - v[i] : v[i] + other;
-    }
-  }
 }
 
 // The last step of eight rows of a column block whose sums are complete: one warp a row.
@@ -166,7 +129,7 @@ __device__ __forceinline__ void finish_column_block(const Gemm& g, const float* 
       if (feature >= g.out_columns) continue;
       float value = z[i];
       if (g.svh != nullptr)
-        value *= 0.088388347648318447f * load_as_float(g.svh, DType::Half, feature);
+        value *= kHadamardScale * load_as_float(g.svh, DType::Half, feature);
       value *= row_scale;
       if (g.bias != nullptr) value += load_as_float(g.bias, g.bias_dtype, feature);
       store_as(g.y, g.y_dtype, row * g.out_columns + feature, value);
@@ -176,7 +139,7 @@ __device__ __forceinline__ void finish_column_block(const Gemm& g, const float* 
 
 // `share`: groups of k tiles in a block's stretch.
 template <int kTileWords, Operand kOperand, int kRowGroups>
-__global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGroups>::kResident)
+__global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRowGroups))
     small_kernel(const Gemm g, const SmallScratch scratch, const int share,
                  const PowersOfTwo powers) {
   using Shape = SmallShape<kOperand, kRowGroups>;
@@ -243,7 +206,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
     if (!waited) wait_for_previous_kernel();
     waited = true;
 
-    const uint32_t* x_source = scratch.fragments +
+    const uint32_t* x_source = scratch.rotated.x +
                                static_cast<int64_t>(first) * kSmallGroup * Shape::kTileStride +
                                lane * (Shape::kInteger ? 1 : 2);
     uint32_t next[Shape::kAhead][Shape::kLaneWords] = {};
@@ -278,10 +241,10 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
           const bool in_columns = kOperand == Operand::kBytes;
           const float weight = in_columns && pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
           const int row = in_columns ? pair_row % 4 : pair_row;
-          scale[0] = weight * scratch.scales[block + row];
-          scale[1] = weight * scratch.scales[block + row + 1];
+          scale[0] = weight * scratch.rotated.scales[block + row];
+          scale[1] = weight * scratch.rotated.scales[block + row + 1];
           // Whoever has a block's first group adds its correction.
-          if (group % 2 == 0 && lane < kSmallRows) correction += scratch.corrections[block + lane];
+          if (group % 2 == 0 && lane < kSmallRows) correction += scratch.rotated.corrections[block + lane];
         }
       }
       copy_wait<kStages - 1>();
@@ -312,7 +275,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
         for (int j = 0; j < kWarpTiles; ++j) {
           uint32_t v[3], p[8];
           load_stretch<kTileWords>(packed + i * Layout::kKTile + j * Layout::kTile, window, v);
-          products<kTileWords>(v, hash, powers, p);
+          products<kTileWords, kOperand != Operand::kPackedMul1>(v, hash, powers, p);
           if constexpr (Shape::kInteger) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
@@ -326,14 +289,10 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
             mma_f16(sums[0][j], p[2], p[6], p[3], p[7], x[0][2], x[0][3]);
           } else {
             uint32_t a[4];
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair)
-              a[pair] = kOperand == Operand::kPackedMul1
-                            ? value_pair_mul1(p[2 * pair], p[2 * pair + 1])
-                            : value_pair_halves(p[2 * pair], p[2 * pair + 1]);
+            packed_values<kOperand == Operand::kPackedMul1>(p, a);
 #pragma unroll
             for (int r = 0; r < kRowGroups; ++r)
-              mma_f16(sums[r][j], a[0], a[2], a[1], a[3], x[r][0], x[r][1]);
+              mma_f16(sums[r][j], a[0], a[1], a[2], a[3], x[r][0], x[r][1]);
           }
         }
       }
@@ -403,7 +362,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
       __syncthreads();
       int* const flag = reinterpret_cast<int*>(shared + Layout::kFlag);
       if (threadIdx.x == 0)
-        *flag = arrive(scratch.arrived + column_block) == static_cast<unsigned>(to - from);
+        *flag = arrive(scratch.rotated.arrived + column_block) == static_cast<unsigned>(to - from);
       __syncthreads();
       complete = *flag != 0;
       if (complete) {
@@ -421,7 +380,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, SmallShape<kOperand, kRowGro
       __syncthreads();
       reinterpret_cast<float4*>(block_sums)[threadIdx.x] = totals[r];
       __syncthreads();
-      finish_column_block<kOperand == Operand::kBytes>(g, block_sums, scratch.row_scales,
+      finish_column_block<kOperand == Operand::kBytes>(g, block_sums, scratch.rotated.row_scales,
                                                        column_block, r * 8);
     }
     __syncthreads();  // before the next column block writes over the sums

@@ -1,0 +1,111 @@
+// Rows of activations and results: elements of any dtype, and the Hadamard transform of 128 of them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../common/ptx.cuh"
+#include "problem.h"
+
+namespace trellis::cuda {
+
+constexpr float kHadamardScale = 0.088388347648318447f;  // 1 / sqrt(128)
+
+__device__ __forceinline__ float load_as_float(const void* p, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::Half:
+      return __half2float(static_cast<const __half*>(p)[i]);
+    case DType::BFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+    default:
+      return static_cast<const float*>(p)[i];
+  }
+}
+
+__device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float value) {
+  switch (dtype) {
+    case DType::Half:
+      static_cast<__half*>(p)[i] = __float2half_rn(value);
+      return;
+    case DType::BFloat16:
+      static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(value);
+      return;
+    default:
+      static_cast<float*>(p)[i] = value;
+  }
+}
+
+// Two neighbours, the first at an even index.
+__device__ __forceinline__ void store_pair(void* p, DType dtype, int64_t i, float2 value) {
+  switch (dtype) {
+    case DType::Half:
+      *reinterpret_cast<__half2*>(static_cast<__half*>(p) + i) = __float22half2_rn(value);
+      return;
+    case DType::BFloat16:
+      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p) + i) =
+          __float22bfloat162_rn(value);
+      return;
+    default:
+      *reinterpret_cast<float2*>(static_cast<float*>(p) + i) = value;
+  }
+}
+
+// Elements first .. first+3 of the `size` elements from `start` on, first a multiple of four; zeros
+// beyond the end.
+__device__ __forceinline__ void load_four(const void* p, DType dtype, int64_t start, int64_t size,
+                                          int64_t first, float (&v)[4]) {
+  const int64_t i = start + first;
+  const int bytes = dtype == DType::Float ? 4 : 2;
+  const char* const at = static_cast<const char*>(p) + i * bytes;
+  if (first + 4 <= size && reinterpret_cast<uintptr_t>(at) % (4 * bytes) == 0) {
+    if (dtype == DType::Float) {
+      const float4 four = *reinterpret_cast<const float4*>(at);
+      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+      return;
+    }
+    const uint2 four = *reinterpret_cast<const uint2*>(at);
+    float2 low, high;
+    if (dtype == DType::Half) {
+      low = __half22float2(reinterpret_cast<const __half2&>(four.x));
+      high = __half22float2(reinterpret_cast<const __half2&>(four.y));
+    } else {
+      low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(four.x));
+      high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(four.y));
+    }
+    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    v[j] = first + j < size ? load_as_float(p, dtype, i + j) : 0.0f;
+}
+
+// A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
+__device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
+  const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+  v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
+#pragma unroll
+  for (int stride = 1; stride < 32; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride);
+      v[i] = (lane & stride) ? other - v[i] : v[i] + other;
+    }
+  }
+}
+
+// A thread's kCount values, a power of two of them: the same transform.
+template <int kCount>
+__device__ __forceinline__ void thread_hadamard(float (&v)[kCount]) {
+#pragma unroll
+  for (int stride = 1; stride < kCount; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i & stride) continue;
+      const float a = v[i], b = v[i + stride];
+      v[i] = a + b, v[i + stride] = a - b;
+    }
+  }
+}
+
+}  // namespace trellis::cuda

@@ -1,0 +1,73 @@
+// The wide route's host side: how the product is cut, what scratch that takes, the two launches.
+#include <algorithm>
+
+#include "launch.cuh"
+#include "wide.cuh"
+
+namespace trellis::cuda {
+namespace {
+
+constexpr int64_t kBand = 8;  // row tiles side by side
+
+int64_t parts_of(const WideSchedule& s) {
+  if (s.rest == 0 || s.share % s.steps == 0) return 0;  // every piece is a whole tile
+  return static_cast<int64_t>(s.workers) * 2 * kPairBlocks * s.rows * 128;
+}
+
+WideScratch take_scratch(const WideSchedule& s, Arena& arena) {
+  WideScratch scratch = {};
+  Rotated& rotated = scratch.rotated;
+  const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.rows;
+  rotated.row_groups = static_cast<int>(rows / 8);
+  rotated.counters = static_cast<int64_t>(s.rest) * kPairBlocks;
+  // Blocks of 128 inputs, as they are rotated.
+  rotated.x = arena.take<uint32_t>((s.steps + 1) / 2 * 2 * rows * 32);
+  rotated.row_scales = arena.take<float>(rows);
+  rotated.arrived = arena.take<unsigned>(rotated.counters);
+  scratch.parts = arena.take<float>(parts_of(s));
+  return scratch;
+}
+
+}  // namespace
+
+WideSchedule wide_schedule(const Gemm& g, int rows, int sm_count, int64_t share) {
+  WideSchedule s = {};
+  s.rows = rows;
+  s.cluster = rows == 256 ? 2 : 1;
+  s.row_tiles = static_cast<int>((g.m + rows - 1) / rows);
+  s.pairs = static_cast<int>((g.out_tiles + kPairBlocks * 8 - 1) / (kPairBlocks * 8));
+  s.steps = static_cast<int>((g.in_tiles + kStepTiles - 1) / kStepTiles);
+  s.band = static_cast<int>(std::min<int64_t>(kBand, s.row_tiles));
+  const int64_t most = std::max(1, sm_count / s.cluster);
+  const int64_t tiles = static_cast<int64_t>(s.row_tiles) * s.pairs;
+  // The last full round joins the rest, so that stretches are at least a tile long, unless there is
+  // no full round or nothing left.
+  const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
+  s.rounds = share > 0 ? 0 : static_cast<int>(rounds);
+  s.rest = static_cast<int>(tiles - s.rounds * most);
+  const int64_t units = static_cast<int64_t>(s.rest) * s.steps;
+  s.share = static_cast<int>(share > 0 ? share : std::max<int64_t>(1, (units + most - 1) / most));
+  s.workers = static_cast<int>(s.rounds > 0 ? most : (units + s.share - 1) / s.share);
+  return s;
+}
+
+int64_t wide_scratch_bytes(const WideSchedule& schedule) {
+  Arena arena(nullptr);
+  take_scratch(schedule, arena);
+  return arena.bytes();
+}
+
+cudaError_t launch_wide(const Gemm& g, const WideSchedule& schedule, void* memory,
+                        cudaStream_t stream) {
+  Arena arena(memory);
+  const WideScratch scratch = take_scratch(schedule, arena);
+  const cudaError_t error =
+      launch_rotate(g, scratch.rotated, Operand::kSwizzled,
+                    static_cast<int64_t>(schedule.row_tiles) * schedule.rows, stream);
+  if (error != cudaSuccess) return error;
+  return with_rate(g.tile_words, [&](auto tile_words) {
+    return launch_wide_rate<tile_words.value>(g, scratch, schedule, stream);
+  });
+}
+
+}  // namespace trellis::cuda
