@@ -60,7 +60,13 @@ ISA_FLAGS = {"_avx2": (IS_X86, AVX2), "_avx512": (IS_X86, AVX512), "_neon": (IS_
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Icsrc"]
 TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # 2.11, the oldest torch to run on
-CUDA_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Icsrc"]
+CUDA_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--compress-mode=size",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Icsrc",
+]
 CUDA_TARGETS = ["80", "90a", "120"]  # machine code for these, and PTX of 80 for what comes later
 # No rpath: torch is loaded first, and its libtorch_cpu is then the one that answers. A CUDA
 # runtime linked statically stays hidden, since torch has one of its own.

@@ -34,23 +34,28 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                : "memory");
 }
 
-// Arrives at the barrier of the same address in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
+// Arrives, in this block or at the barrier of the same address in block `rank` of the cluster. What is
+// written before is not made visible beyond the block: releasing to a cluster costs a fence of the
+// whole GPU, and whoever only hands back memory that was read has nothing to make visible.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];}" ::"r"(
-          shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 }
 
-// Until the phase of that parity is over; sees what others in the cluster wrote before arriving.
+// Until the phase of that parity is over.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra over;\n"
       "bra again;\n"
       "over:}" ::"r"(shared_address(barrier)),
@@ -123,12 +128,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// B as rows of 128 bytes (64 FP16 along K) in atoms of eight rows, 16-byte pieces exchanged by
-// swizzle_128; atoms of neighbouring rows follow each other.
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* atoms) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62, kAtomBytes = 1024;
-  return kSwizzle128 | (kAtomBytes >> 4) << 32 | 1ull << 16 |
-         ((shared_address(atoms) & 0x3FFFFu) >> 4);
+// B as rows of 128 bytes (64 FP16 along K) in atoms of eight rows, 16-byte pieces exchanged by the
+// 128-byte swizzle; atoms of neighbouring rows follow each other. `address` is that of the first atom,
+// in shared memory and in units of 16 bytes; two units on are the next 16 of K.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+  constexpr uint32_t kSwizzle128 = 1u << 30, kAtom = 1024 >> 4;
+  uint64_t result;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address | 1u << 16), "r"(kSwizzle128 | kAtom));
+  return result;
 }
 
 // d[64 x kRows] += a[64 x 16] b[16 x kRows], FP16 in, FP32 sums. Warp w of the four holds rows

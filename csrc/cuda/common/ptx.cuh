@@ -30,6 +30,20 @@ __device__ __forceinline__ void mma_u8s8(int (&c)[4], uint32_t a0, uint32_t a1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The value, in a register: the compiler would otherwise rather compute some again in every loop, down
+// to reading slow special registers.
+__device__ __forceinline__ uint32_t hold(uint32_t value) {
+  uint32_t held;
+  asm volatile("mov.b32 %0, %1;" : "=r"(held) : "r"(value));
+  return held;
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -73,14 +73,15 @@ struct Window {
   }
 };
 
-// v[0] holds the last 32 bits of the lane's stretch, v[1] those before, and so on.
-template <int kTileWords>
-__device__ __forceinline__ void load_stretch(const uint32_t* tile, const Window<kTileWords>& window,
+// v[0] holds the last 32 bits of the lane's stretch, v[1] those before, and so on. word(i) reads a
+// word of the tile.
+template <int kTileWords, typename Word>
+__device__ __forceinline__ void load_stretch(Word word, const Window<kTileWords>& window,
                                              uint32_t (&v)[3]) {
   using W = Window<kTileWords>;
   uint32_t w[4] = {};
 #pragma unroll
-  for (int i = 0; i < W::kSpan; ++i) w[i] = tile[window.index[i]];
+  for (int i = 0; i < W::kSpan; ++i) w[i] = word(window.index[i]);
 #pragma unroll
   for (int i = 0; i < 3; ++i)
     v[i] = W::kMaxSkew == 0 ? w[i] : __funnelshift_r(w[i], w[i + 1], window.skew);

@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
 #pragma unroll
         for (int j = 0; j < kWarpTiles; ++j) {
           uint32_t v[3], p[8];
-          load_stretch<kTileWords>(packed + i * Layout::kKTile + j * Layout::kTile, window, v);
+          const uint32_t* const tile = packed + i * Layout::kKTile + j * Layout::kTile;
+          load_stretch<kTileWords>([=](int word) { return tile[word]; }, window, v);
           products<kTileWords, kOperand != Operand::kPackedMul1>(v, hash, powers, p);
           if constexpr (Shape::kInteger) {
 #pragma unroll

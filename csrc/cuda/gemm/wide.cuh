@@ -9,7 +9,7 @@
 // Roles: the last warpgroup of a block, of which one lane is busy, brings packed tiles and x, a step of 64 inputs at a time, into a ring
 // of stages by bulk copies; the others decode and multiply. Weights are the A operand: warp w of a
 // warpgroup decodes one tile of 16 output features, and a lane's eight weights of a tile are its own part of
-// the fragment. While the tensor cores work on two k tiles, the warp decodes the next two.
+// the fragment. While the tensor cores work on one or two k tiles, the warp decodes the next.
 //
 // What a tile's sums go through: a tile that lies in several stretches leaves them in scratch, and
 // whichever block comes last adds the parts in their order, so that results are bitwise repeatable.
@@ -38,6 +38,9 @@ struct WideShape {
   static constexpr int kColumnBlocks = kPairBlocks / kCluster;  // of one thread block
   static constexpr int kMathWarps = kColumnBlocks * 8;
   static constexpr int kThreads = kMathWarps * 32 + 128;
+  // k tiles that a warp decodes while the tensor cores work on as many; the middle shape has no
+  // registers for two.
+  static constexpr int kGroup = kRows == 128 ? 1 : 2;
   // The copying warpgroup gives its registers to the others; 64 Ki in all.
   static constexpr int kCopyRegisters = kMathWarps == 8 ? 40 : 32;
   static constexpr int kMathRegisters = kMathWarps == 8 ? 232 : 112;
@@ -50,9 +53,9 @@ struct WideShape {
   static constexpr int kOutStride = 132;  // floats; four apart in banks
   static constexpr int kOut = kColumnBlocks * kOutRows * kOutStride * 4;
   static constexpr int kLimit = 227 * 1024 - kOut - 256;
-  static constexpr int kFitting = (kLimit - 1024) / (kX + kPacked);
+  static constexpr int kFitting = (kLimit) / (kX + kPacked);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
-  static constexpr int kBytes = 1024 + kStages * (kX + kPacked) + kOut + 256;
+  static constexpr int kBytes = kStages * (kX + kPacked) + kOut + 256;
 };
 
 // A worker's pieces in their order: whole tiles, then its stretch of the rest. Everyone who works on
@@ -169,16 +172,21 @@ __device__ __forceinline__ void wide_finish(const Gemm& g, const float (&sums)[k
   const int row = warp % 4 + lane / 8 % 2 * 4 + lane / 16 * 8 + warp / 4 * 16;
   const int pair = lane % 8 * 2;
   const bool paired = g.out_columns % 2 == 0;
-#pragma unroll
+#pragma unroll 1
   for (int chunk = 0; chunk < kRows / 32; ++chunk) {
     const int64_t chunk_row = first_row + chunk * 32;
     if (chunk_row >= g.m) break;
     named_barrier(barrier, kPairThreads);  // the rows before are out
+    // Registers have no run-time index, so each chunk has its stores; what follows is there once.
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float* const at = out + (8 * j + lane % 4 * 2) * kStride + warp * 16 + lane / 4;
-      const float* const sum = sums + (chunk * 4 + j) * 4;
-      at[0] = sum[0], at[kStride] = sum[1], at[8] = sum[2], at[kStride + 8] = sum[3];
+    for (int c = 0; c < kRows / 32; ++c) {
+      if (c != chunk) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float* const at = out + (8 * j + lane % 4 * 2) * kStride + warp * 16 + lane / 4;
+        const float* const sum = sums + (c * 4 + j) * 4;
+        at[0] = sum[0], at[kStride] = sum[1], at[8] = sum[2], at[kStride + 8] = sum[3];
+      }
     }
     named_barrier(barrier, kPairThreads);
     if (transform) {
@@ -277,22 +285,28 @@ __device__ __forceinline__ bool wide_meet(const WideScratch& scratch, const Wide
 // One of the warps that decode and multiply.
 template <int kTileWords, bool kMul1, int kRows>
 __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
-                              const WideSchedule& schedule, const PowersOfTwo& powers, int worker,
+                              const WideSchedule& schedule, const Hash& hash, const PowersOfTwo& powers, int worker,
                               int rank, const char* x_stages, const char* packed_stages, float* out,
                               int* flags, uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = hold(threadIdx.x % 32);
   const int in_block = warp / 8;  // which of the block's column blocks
   const int in_pair = rank * Shape::kColumnBlocks + in_block;
-  const Hash hash = hash_of(g.codebook);
   const Window<kTileWords> window(lane);
   const auto release = [&](int stage) {
     __syncwarp();
     if (lane == 0) {
+      if constexpr (Shape::kCluster == 1) {
+        barrier_arrive(empty + stage);
+      } else {
 #pragma unroll
-      for (int block = 0; block < Shape::kCluster; ++block) barrier_arrive(empty + stage, block);
+        for (int block = 0; block < Shape::kCluster; ++block)
+          barrier_arrive_at(empty + stage, block);
+      }
     }
   };
+  const uint32_t packed_at = hold(shared_address(packed_stages) + warp * Shape::kTileBytes);
+  const uint32_t x_at = hold(shared_address(x_stages) / 16);
   wait_for_previous_kernel();  // for the row scales
 
   WideRing ring;
@@ -304,28 +318,28 @@ __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
     int before = -1;  // the stage of the step before, until the tensor cores are done with it
     for (int step = walk.first; step < walk.last; ++step) {
       barrier_wait(full + ring.stage, ring.parity);
-      const uint32_t* const packed =
-          reinterpret_cast<const uint32_t*>(packed_stages + ring.stage * Shape::kPacked) +
-          warp * (kTileWords / 2);
-      const uint64_t x = wgmma_descriptor(x_stages + ring.stage * Shape::kX);
-      uint32_t a[2][kStepTiles / 2][4];
+      const uint32_t packed = packed_at + ring.stage * Shape::kPacked;
+      const uint32_t x = x_at + ring.stage * (Shape::kX / 16);
+      uint32_t a[2][Shape::kGroup][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int first = 0; first < kStepTiles; first += Shape::kGroup) {
+        auto& fragments = a[first / Shape::kGroup % 2];
 #pragma unroll
-        for (int i = 0; i < kStepTiles / 2; ++i) {
+        for (int i = 0; i < Shape::kGroup; ++i) {
           uint32_t v[3], p[8];
-          load_stretch<kTileWords>(
-              packed + (half * (kStepTiles / 2) + i) * (Shape::kKTile / 4), window, v);
+          const uint32_t tile = packed + (first + i) * Shape::kKTile;
+          load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window,
+                                   v);
           products<kTileWords, !kMul1>(v, hash, powers, p);
-          packed_values<kMul1>(p, a[half][i]);
+          packed_values<kMul1>(p, fragments[i]);
         }
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kStepTiles / 2; ++i)  // 16 inputs are 32 bytes, in units of 16
-          wgmma_f16<kRows>(sums, a[half][i], x + (half * (kStepTiles / 2) + i) * 2);
+        for (int i = 0; i < Shape::kGroup; ++i)  // 16 inputs are 32 bytes, in units of 16
+          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor(x + (first + i) * 2));
         wgmma_commit();
         wgmma_wait<1>();
-        if (half == 0 && before >= 0) release(before);
+        if (first == 0 && before >= 0) release(before);
       }
       before = ring.stage;
       ring.advance<Shape::kStages>();
@@ -351,11 +365,10 @@ __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
 template <int kTileWords, bool kMul1, int kRows>
 __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
     wide_kernel(const Gemm g, const WideScratch scratch, const WideSchedule schedule,
-                const PowersOfTwo powers) {
+                const Hash hash, const PowersOfTwo powers) {
 #ifdef TRELLIS_SM90A
   using Shape = WideShape<kTileWords, kRows>;
-  extern __shared__ char shared[];
-  char* const x_stages = shared + (1024 - shared_address(shared) % 1024) % 1024;
+  extern __shared__ __align__(1024) char x_stages[];  // as swizzled atoms want it
   char* const packed_stages = x_stages + Shape::kStages * Shape::kX;
   float* const out = reinterpret_cast<float*>(packed_stages + Shape::kStages * Shape::kPacked);
   uint64_t* const full = reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(out) + Shape::kOut);
@@ -381,8 +394,8 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
                                     full, empty);
   } else {
     take_registers<Shape::kMathRegisters>();
-    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, powers, worker, rank, x_stages,
-                                            packed_stages, out, flags, full, empty);
+    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, rank,
+                                            x_stages, packed_stages, out, flags, full, empty);
   }
   // A block's memory must outlive what its neighbour sends there.
   __syncwarp();

@@ -13,7 +13,7 @@ cudaError_t launch_wide_kernel(const Gemm& g, const WideScratch& scratch,
   return launch_overlapping(wide_kernel<kTileWords, kMul1, kRows>,
                             static_cast<int64_t>(schedule.workers) * Shape::kCluster,
                             Shape::kThreads, Shape::kBytes, Shape::kCluster, stream, g, scratch,
-                            schedule, powers_of_two());
+                            schedule, hash_of(g.codebook), powers_of_two());
 }
 
 template <int kTileWords, bool kMul1>
