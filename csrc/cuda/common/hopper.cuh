@@ -134,7 +134,7 @@ __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint32_t kSwizzle128 = 1u << 30, kAtom = 1024 >> 4;
   uint64_t result;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address | 1u << 16), "r"(kSwizzle128 | kAtom));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle128 | kAtom));
   return result;
 }
 

@@ -9,7 +9,7 @@
 // Roles: the last warpgroup of a block, of which one lane is busy, brings packed tiles and x, a step of 64 inputs at a time, into a ring
 // of stages by bulk copies; the others decode and multiply. Weights are the A operand: warp w of a
 // warpgroup decodes one tile of 16 output features, and a lane's eight weights of a tile are its own part of
-// the fragment. While the tensor cores work on one or two k tiles, the warp decodes the next.
+// the fragment. While the tensor cores work on one k tile, the warp decodes the next.
 //
 // What a tile's sums go through: a tile that lies in several stretches leaves them in scratch, and
 // whichever block comes last adds the parts in their order, so that results are bitwise repeatable.
@@ -38,9 +38,6 @@ struct WideShape {
   static constexpr int kColumnBlocks = kPairBlocks / kCluster;  // of one thread block
   static constexpr int kMathWarps = kColumnBlocks * 8;
   static constexpr int kThreads = kMathWarps * 32 + 128;
-  // k tiles that a warp decodes while the tensor cores work on as many; the middle shape has no
-  // registers for two.
-  static constexpr int kGroup = kRows == 128 ? 1 : 2;
   // The copying warpgroup gives its registers to the others; 64 Ki in all.
   static constexpr int kCopyRegisters = kMathWarps == 8 ? 40 : 32;
   static constexpr int kMathRegisters = kMathWarps == 8 ? 232 : 112;
@@ -315,34 +312,39 @@ __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
     float sums[kRows / 2];
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) sums[i] = 0.0f;
+    uint32_t v[3];  // the packed words of the next tile, fetched one tile ahead
+    const auto fetch = [&](int stage, int i) {
+      const uint32_t tile = packed_at + stage * Shape::kPacked + i * Shape::kKTile;
+      load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window, v);
+    };
+    barrier_wait(full + ring.stage, ring.parity);
+    fetch(ring.stage, 0);
     int before = -1;  // the stage of the step before, until the tensor cores are done with it
     for (int step = walk.first; step < walk.last; ++step) {
-      barrier_wait(full + ring.stage, ring.parity);
-      const uint32_t packed = packed_at + ring.stage * Shape::kPacked;
-      const uint32_t x = x_at + ring.stage * (Shape::kX / 16);
-      uint32_t a[2][Shape::kGroup][4];
+      const int stage = ring.stage;
+      const uint32_t x = x_at + stage * (Shape::kX / 16);
+      uint32_t a[2][4];  // one is decoded into while the tensor cores work on the other
 #pragma unroll
-      for (int first = 0; first < kStepTiles; first += Shape::kGroup) {
-        auto& fragments = a[first / Shape::kGroup % 2];
-#pragma unroll
-        for (int i = 0; i < Shape::kGroup; ++i) {
-          uint32_t v[3], p[8];
-          const uint32_t tile = packed + (first + i) * Shape::kKTile;
-          load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window,
-                                   v);
-          products<kTileWords, !kMul1>(v, hash, powers, p);
-          packed_values<kMul1>(p, fragments[i]);
+      for (int i = 0; i < kStepTiles; ++i) {
+        uint32_t p[8];
+        products<kTileWords, !kMul1>(v, hash, powers, p);
+        packed_values<kMul1>(p, a[i % 2]);
+        if (i + 1 < kStepTiles) {
+          fetch(stage, i + 1);
+        } else {
+          ring.advance<Shape::kStages>();
+          if (step + 1 < walk.last) {
+            barrier_wait(full + ring.stage, ring.parity);
+            fetch(ring.stage, 0);
+          }
         }
         wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < Shape::kGroup; ++i)  // 16 inputs are 32 bytes, in units of 16
-          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor(x + (first + i) * 2));
+        wgmma_f16<kRows>(sums, a[i % 2], wgmma_descriptor(x + i * 2));  // 16 inputs: 32 bytes
         wgmma_commit();
         wgmma_wait<1>();
-        if (first == 0 && before >= 0) release(before);
+        if (i == 0 && before >= 0) release(before);
       }
-      before = ring.stage;
-      ring.advance<Shape::kStages>();
+      before = stage;
     }
     wgmma_wait<0>();
     release(before);
