@@ -1,0 +1,131 @@
+// One warp rotates 128 inputs of a row: scale, transform, lay out. Used by the launch in front of a
+// kernel (rotate.cu), and by kernels that do it themselves.
+#pragma once
+
+#include "rotate.cuh"
+#include "rows.cuh"
+
+namespace trellis::cuda {
+
+// Largest 16-bit integer whose high byte, rounded so that the low byte is signed, is still a byte.
+constexpr float kLargestInteger = 127.0f * 256.0f + 127.0f;
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+  return value;
+}
+
+// Four neighbours of a row of x * factor * suh (or of x * factor), zero beyond the row's end.
+__device__ __forceinline__ void load_scaled(const Gemm& g, int64_t row, int64_t feature,
+                                            float factor, float (&v)[4]) {
+  load_four(g.x, g.x_dtype, row * g.in_columns, g.in_columns, feature, v);
+#pragma unroll
+  for (float& value : v) value *= factor;
+  if (g.suh == nullptr) return;
+  float scale[4];
+  load_four(g.suh, DType::Half, 0, g.in_tiles * 16, feature, scale);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] *= scale[i];
+}
+
+// The largest magnitude of x * suh / 2^16 in this warp's share of a row.
+__device__ __forceinline__ float largest_of_row(const Gemm& g, int64_t row) {
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t blocks = (g.in_tiles + 7) / 8;
+  float most = 0.0f;
+#pragma unroll 4
+  for (int64_t block = warp; block < blocks; block += warps) {
+    float v[4];
+    // x * suh itself may overflow; x * suh / 2^16 cannot.
+    load_scaled(g, row, block * 128 + lane * 4, 0x1p-16f, v);
+#pragma unroll
+    for (const float value : v) most = fmaxf(most, fabsf(value));
+  }
+  return warp_max(most);
+}
+
+// A power of two near the largest magnitude of x * suh in a row: whatever the activations are, what
+// is left fits FP16 and float32 holds every sum.
+__device__ __forceinline__ float scale_of_row(float most) {
+  if (!(most > 0.0f) || isinf(most)) return 1.0f;
+  return ldexpf(1.0f, max(-100, min(126, ilogbf(most) + 16)));
+}
+
+// Integers of a block of 128 inputs, with one scale for all of them.
+__device__ __forceinline__ void write_integers(const Rotated& to, int row, bool real, int64_t block,
+                                               const float (&v)[4]) {
+  const int lane = threadIdx.x % 32;
+  const int64_t k_tile = block * 8 + lane / 4;
+  const float largest =
+      warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
+  const float scale = largest > 0.0f && !isinf(largest) ? largest / kLargestInteger : 1.0f;
+  int total = 0;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    finite &= isfinite(v[i]);
+    const float steps = v[i] / scale;
+    const int value = isfinite(steps) ? __float2int_rn(steps) : 0;
+    total += value;
+    const int high = (value + 128) >> 8, low = value - high * 256;
+    const int k = lane % 4 * 4 + i;
+    const int at = k % 8 / 2 * 4 + k % 2 + k / 8 * 2;  // byte of the row's four lanes
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to.x);
+    const int64_t place = k_tile * to.tile_words * 4 + row * 16 + at;
+    bytes[place] = static_cast<uint8_t>(high);
+    bytes[place + to.low_words * 4] = static_cast<uint8_t>(low);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
+  finite = __all_sync(0xFFFFFFFFu, finite);
+  if (lane == 0) {
+    // Integers cannot carry a NaN or an infinity; the row's scale can.
+    const float poison = finite ? 0.0f : __int_as_float(0x7FC00000);
+    to.scales[block * 8 + row] = real ? scale + poison : 0.0f;
+    to.corrections[block * 8 + row] =
+        real ? kMul1Offset * scale * static_cast<float>(total) + poison : 0.0f;
+  }
+}
+
+// Block `block` of a row times `inverse`, written as block `at`.
+__device__ __forceinline__ void rotate_block(const Gemm& g, const Rotated& to, Operand operand,
+                                             int64_t row, int64_t block, int64_t at,
+                                             float inverse) {
+  const int lane = threadIdx.x % 32;
+  const bool real = row < g.m;
+  float v[4] = {};
+  if (real) load_scaled(g, row, block * 128 + lane * 4, inverse, v);
+  if (g.suh != nullptr) {
+    warp_hadamard(v, lane);
+#pragma unroll
+    for (float& value : v) value *= kHadamardScale;
+  }
+  if (is_integer(operand)) {
+    write_integers(to, static_cast<int>(row), real, at, v);
+    return;
+  }
+  const __half2 first = __floats2half2_rn(v[0], v[1]), second = __floats2half2_rn(v[2], v[3]);
+  if (operand == Operand::kSwizzled) {
+    // 16-byte piece p of row r of an atom lies at piece p ^ r.
+    const int64_t atom = (at * 2 + lane / 16) * to.row_groups + row / 8;
+    const int within = static_cast<int>(row % 8), piece = lane % 16 / 2 ^ within;
+    char* const place = reinterpret_cast<char*>(to.x) + atom * 1024 + within * 128 + piece * 16;
+    *reinterpret_cast<uint2*>(place + lane % 2 * 8) =
+        uint2{reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second)};
+    return;
+  }
+  // Inputs 4l .. 4l+3 of the block are k, k+1 | k+2, k+3 of a tile: two lanes' pairs. Fragments go on
+  // to the end of the last block.
+  const int64_t k_tile = at * 8 + lane / 4;
+  __half2* const tile = reinterpret_cast<__half2*>(to.x) + k_tile * to.tile_words + row / 8 * 64;
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const int k = lane % 4 * 4 + pair * 2;
+    const int owner = static_cast<int>(row % 8) * 4 + k % 8 / 2;
+    tile[owner * 2 + k / 8] = pair == 0 ? first : second;
+  }
+}
+
+}  // namespace trellis::cuda
