@@ -127,19 +127,18 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
 
   const trellis::cuda::Gpu gpu = {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
                                       attribute(cudaDevAttrComputeCapabilityMinor, device),
-                                  attribute(cudaDevAttrMultiProcessorCount, device),
-                                  attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
-  STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Last), op,
+                                  attribute(cudaDevAttrMultiProcessorCount, device)};
+  STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Wide256), op,
                   ": no such route: ", forced_route);
   Route route = static_cast<Route>(forced_route);
   if (route == Route::Automatic) route = trellis::cuda::choose_route(g, gpu);
-  STD_TORCH_CHECK(trellis::cuda::can_run(route, g, gpu), op, ": this GPU cannot run route ",
+  STD_TORCH_CHECK(trellis::cuda::can_run(route, gpu), op, ": this GPU cannot run route ",
                   forced_route);
   const cudaStream_t stream = current_stream(device);
   const auto scratch_of = [&](int64_t bytes) {
     return torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
   };
-  if (route != Route::Small && route != Route::Fused) {
+  if (route != Route::Small) {
     const trellis::cuda::WideSchedule schedule = trellis::cuda::wide_schedule(
         g, trellis::cuda::rows_of(route), gpu.sm_count, forced_share);
     Tensor scratch = scratch_of(trellis::cuda::wide_scratch_bytes(schedule));
@@ -149,16 +148,14 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   // More rows than one launch takes go in slices; each decodes the weights again.
   const int64_t x_row = x.size(x.dim() - 1) * (g.x_dtype == DType::Float ? 4 : 2);
   const int64_t y_row = out_features * (g.y_dtype == DType::Float ? 4 : 2);
-  const bool fused = route == Route::Fused;
   for (int64_t row = 0; row < count; row += trellis::cuda::kSmallMaximum) {
     g.m = std::min<int64_t>(count - row, trellis::cuda::kSmallMaximum);
     g.x = static_cast<const char*>(rows.const_data_ptr()) + row * x_row;
     g.y = static_cast<char*>(y.mutable_data_ptr()) + row * y_row;
     const int64_t share =
-        forced_share > 0 ? forced_share : trellis::cuda::small_share(g, gpu, fused);
-    Tensor scratch = scratch_of(trellis::cuda::small_scratch_bytes(g, share, fused));
-    check_launch(op,
-                 trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share, fused, stream));
+        forced_share > 0 ? forced_share : trellis::cuda::small_share(g, gpu.sm_count);
+    Tensor scratch = scratch_of(trellis::cuda::small_scratch_bytes(g, share));
+    check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share, stream));
   }
   return y;
 }

@@ -97,6 +97,17 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// Four floats at the same address in block `rank` of the cluster.
+__device__ __forceinline__ void load_from_block(const float* p, uint32_t rank, float (&v)[4]) {
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
+      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+      : "r"(shared_address(p)), "r"(rank)
+      : "memory");
+}
+
 // `threads` of the block, which all name the same barrier (1 to 15).
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

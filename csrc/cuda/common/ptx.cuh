@@ -48,6 +48,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Brings a line into the second-level cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- programmatic dependent launch: this kernel may start before the one in front has ended -------
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #ifdef TRELLIS_SM90

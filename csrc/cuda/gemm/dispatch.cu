@@ -3,15 +3,8 @@
 
 namespace trellis::cuda {
 
-bool can_run(Route route, const Gemm& g, const Gpu& gpu) {
-  switch (route) {
-    case Route::Small:
-      return true;
-    case Route::Fused:
-      return g.m <= kSmallRows && small_share(g, gpu, true) > 0;
-    default:
-      return gpu.capability == 90;  // wgmma exists on 9.0 alone
-  }
+bool can_run(Route route, const Gpu& gpu) {
+  return route == Route::Small || gpu.capability == 90;  // wgmma exists on 9.0 alone
 }
 
 int rows_of(Route route) {
@@ -22,16 +15,13 @@ int rows_of(Route route) {
       return 128;
     case Route::Wide256:
       return 256;
-    case Route::Fused:
-      return kSmallRows;
     default:
       return kSmallMaximum;
   }
 }
 
 Route choose_route(const Gemm& g, const Gpu& gpu) {
-  if (g.m <= kSmallRows && fused_fits(g, gpu)) return Route::Fused;
-  if (g.m <= kSmallMaximum || !can_run(Route::Wide64, g, gpu)) return Route::Small;
+  if (g.m <= kSmallMaximum || !can_run(Route::Wide64, gpu)) return Route::Small;
   return g.m <= 64 ? Route::Wide64 : g.m <= 128 ? Route::Wide128 : Route::Wide256;
 }
 

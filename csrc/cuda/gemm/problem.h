@@ -28,47 +28,43 @@ struct Gemm {
 
 // ---- the choice of kernels (gemm/dispatch.cu) -----------------------------------------------------
 // Numbers are what _trellis_gemm_route takes.
-enum class Route : int { Automatic, Fused, Small, Wide64, Wide128, Wide256, Last = Wide256 };
+enum class Route : int { Automatic = 0, Small = 1, Wide64 = 2, Wide128 = 3, Wide256 = 4 };
 
 struct Gpu {
-  int capability;    // 90 for 9.0
+  int capability;  // 90 for 9.0
   int sm_count;
-  int shared_bytes;  // of a multiprocessor
 };
 
 // The fastest route, by measurement; a pure function of shapes, rate, codebook and GPU.
 Route choose_route(const Gemm& g, const Gpu& gpu);
-// Whether that route serves this problem on this GPU at all.
-bool can_run(Route route, const Gemm& g, const Gpu& gpu);
-// Rows of a tile of that route, or the most that one call of launch_small takes.
+bool can_run(Route route, const Gpu& gpu);
+// Rows of a tile of that route, or of a call of launch_small.
 int rows_of(Route route);
 
 // ---- few rows (gemm/small*) -----------------------------------------------------------------------
 constexpr int kSmallRows = 8;      // that one MMA takes
 constexpr int kSmallMaximum = 32;  // rows of one call of launch_small
 
-// The matrix is cut into equal stretches, one a block; their length in groups of four k tiles. A fused
-// kernel rotates the rows itself; 0 where they do not fit its shared memory.
-int64_t small_share(const Gemm& g, const Gpu& gpu, bool fused);
-// Whether rotating inside costs no resident blocks.
-bool fused_fits(const Gemm& g, const Gpu& gpu);
+// The matrix is cut into equal stretches, one a block; their length in groups of four k tiles.
+int64_t small_share(const Gemm& g, int sm_count);
 
 // Scratch in bytes: activation fragments, a scale and a correction for each row of each block of 128
-// inputs (not if fused), two parts of 4 KiB for each stretch and eight rows, and a counter for each 128
-// output features.
-int64_t small_scratch_bytes(const Gemm& g, int64_t share, bool fused);
+// inputs, two parts of 4 KiB for each stretch and eight rows, and a counter for each 128 output
+// features.
+int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
-cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, bool fused,
-                         cudaStream_t stream);
+cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
 
 // ---- many rows, on sm_90a (gemm/wide*) -------------------------------------------------------------
 // How the product is cut. A tile is two column blocks (256 output features) by kRows rows and as many
 // steps of 64 inputs as there are. A worker is a block, or a cluster of two blocks where rows are 256.
 // Workers take whole tiles in turn; what would not fill the last round evenly is cut into equal
-// stretches of steps instead.
+// stretches of steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of
+// one tile's steps each.
 struct WideSchedule {
   int rows;       // of a tile: 64, 128 or 256
   int cluster;    // blocks of a worker
+  int slices;     // of a tile's steps; then the cluster has as many blocks
   int workers;
   int row_tiles, pairs, steps;
   int band;       // row tiles that are worked on side by side, so that the cache serves them
@@ -77,7 +73,7 @@ struct WideSchedule {
   int share;      // steps of a stretch
 };
 
-// `share`: 0 for the best one.
+// `share`: 0 for the best way; otherwise stretches of so many steps, or, negative, so many slices.
 WideSchedule wide_schedule(const Gemm& g, int rows, int sm_count, int64_t share);
 
 // Scratch in bytes: 2 for each row (rounded up to a tile) and input, two parts of 4 for each worker and

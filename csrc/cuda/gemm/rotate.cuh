@@ -31,8 +31,6 @@ struct Rotated {
   // Swizzled: [blocks of 64 inputs][eights of rows][8 rows][128 bytes].
   uint32_t* x;
   int row_groups;      // eights of rows, those without a row included
-  int tile_words;      // fragments: 32-bit words of a k tile, all rows
-  int low_words;       // integers: how far low bytes lie behind high ones
   float* row_scales;   // [rows], powers of two
   float* scales;       // integers: [blocks of 128 inputs][8]
   float* corrections;  // integers: what the constant part of mul1's values adds, the same layout
@@ -43,8 +41,5 @@ struct Rotated {
 // `rows`: how many rows to write; zeros beyond g.m.
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream);
-
-// In place of a rotation, for kernels that rotate for themselves: zeroes their counters.
-cudaError_t launch_zero(unsigned* counters, int64_t count, cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -94,6 +94,28 @@ __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
   }
 }
 
+// The last step of 128 sums of a row, one warp: transform, scales, bias, rounding. Lane l has features
+// 4 l .. 4 l + 3 from `feature` on.
+__device__ __forceinline__ void finish_row(const Gemm& g, float (&z)[4], int64_t row,
+                                           int64_t feature, float row_scale) {
+  const int lane = threadIdx.x % 32;
+  feature += lane * 4;
+  float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  if (g.svh != nullptr) {
+    load_four(g.svh, DType::Half, 0, g.out_tiles * 16, feature, scale);
+    warp_hadamard(z, lane);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (feature + i >= g.out_columns) break;
+    float value = z[i] * scale[i];
+    if (g.svh != nullptr) value *= kHadamardScale;
+    value *= row_scale;
+    if (g.bias != nullptr) value += load_as_float(g.bias, g.bias_dtype, feature + i);
+    store_as(g.y, g.y_dtype, row * g.out_columns + feature + i, value);
+  }
+}
+
 // A thread's kCount values, a power of two of them: the same transform.
 template <int kCount>
 __device__ __forceinline__ void thread_hadamard(float (&v)[kCount]) {

@@ -1,8 +1,6 @@
 // y for few rows (at most 32): weights stream past once, straight from packed words into MMA operands.
 //
-// Two launches. `rotate_rows` (rotate.cu) turns the rows into MMA fragments of H(x * suh); or, in a fused
-// kernel, each block does so for the inputs that it needs, since one row is rotated sooner than a launch
-// has passed, and the launch in front has only counters to zero. Then each
+// Two launches. `rotate_rows` (rotate.cu) turns the rows into MMA fragments of H(x * suh). Then each
 // block of `small_kernel` takes an equal share of the whole matrix: the groups of k tiles of all column
 // blocks (128 output features, one Hadamard block) are laid end to end and cut into as many stretches
 // as fit the GPU at once, so that no multiprocessor waits for another. Within a stretch the eight warps
@@ -24,10 +22,9 @@
 //   packed (all)         the value in FP16, one MMA for each tile and eight rows
 #pragma once
 
-#include <algorithm>
-
 #include "../decode/decode.cuh"
-#include "rotate_device.cuh"
+#include "rotate.cuh"
+#include "rows.cuh"
 
 namespace trellis::cuda {
 
@@ -35,7 +32,7 @@ constexpr int kSmallWarps = 8;
 constexpr int kSmallTiles = 8;  // output tiles of a block: 128 features, one Hadamard block
 constexpr int kSmallGroup = 4;  // k tiles that a warp fetches and multiplies at a time
 // Groups in flight: two where they are large, so that as many blocks fit a multiprocessor.
-constexpr int small_stages(int tile_words, bool fused) { return tile_words <= 64 && !fused ? 3 : 2; }
+constexpr int small_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 constexpr int kWarpTiles = 4;  // of those eight tiles a warp takes half, to need few registers
 constexpr int kColumnWarps = kSmallTiles / kWarpTiles;
 constexpr int kDepthWarps = kSmallWarps / kColumnWarps;
@@ -86,19 +83,18 @@ struct SmallShape {
   static constexpr int kAhead = kRowGroups == 1 ? kSmallGroup : 1;
 };
 
-template <int kTileWords, bool kFused>
+template <int kTileWords>
 struct SmallLayout {  // of shared memory, in 32-bit words
   static constexpr int kTile = kTileWords / 2;
   static constexpr int kKTile = kWarpTiles * kTile;  // what a warp takes of a k tile
   static constexpr int kStage = kSmallGroup * kKTile;
-  static constexpr int kStages = small_stages(kTileWords, kFused);
+  static constexpr int kStages = small_stages(kTileWords);
   static constexpr int kRing = kStages * kStage;
   static constexpr int kRings = kSmallWarps * kRing;
   static constexpr int kSums = kDepthWarps * kSmallSums;  // in the rings' place, once they are done
   static constexpr int kBlockSums = kRings > kSums ? kRings : kSums;
   static constexpr int kFlag = kBlockSums + kSmallSums;
-  // Rotated rows of a fused kernel follow: see FusedLayout.
-  static constexpr int kEnd = kFlag + 4;
+  static constexpr int kBytes = (kFlag + 2) * 4;
 };
 
 // Where the sum of a row (of eight) and a feature of the column block lies: as MMA results fall, j-th tile,
@@ -106,33 +102,6 @@ struct SmallLayout {  // of shared memory, in 32-bit words
 __device__ __forceinline__ int sum_index(int row, int feature) {
   const int lane = feature % 8 * 4 + row / 2;
   return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
-}
-
-// What a fused kernel keeps in shared memory after everything else, in 32-bit words: scales of the
-// rows, the largest values that each warp found, for each of `blocks` blocks of 128 inputs a scale and a
-// correction, and the fragments, 8 words for each row and k tile.
-struct FusedLayout {
-  static constexpr int kRowScales = 0, kLargest = kSmallRows;
-  static constexpr int kScales = kLargest + kSmallRows * kSmallWarps;
-  __host__ __device__ static int corrections(int blocks) { return kScales + blocks * kSmallRows; }
-  __host__ __device__ static int x(int blocks) { return kScales + blocks * kSmallRows * 2; }
-  __host__ __device__ static int words(int blocks, int rows) { return x(blocks) + blocks * 8 * 8 * rows; }
-};
-// Blocks of 128 inputs that a stretch of `share` groups may touch.
-__host__ __device__ inline int fused_blocks(const Gemm& g, int share) {
-  const int all = static_cast<int>((g.in_tiles + 7) / 8);
-  const int touched = (share * kSmallGroup + 7) / 8 + 1;
-  return touched < all ? touched : all;
-}
-
-// Shared memory of a block in bytes.
-inline int64_t small_shared_bytes(const Gemm& g, int64_t share, bool fused) {
-  const int64_t ring = static_cast<int64_t>(small_stages(g.tile_words, fused)) * kSmallGroup *
-                       kWarpTiles * g.tile_words * 2;
-  const int64_t rings = std::max<int64_t>(kSmallWarps * ring, kDepthWarps * kSmallSums * 4);
-  const int64_t own =
-      fused ? FusedLayout::words(fused_blocks(g, static_cast<int>(share)), static_cast<int>(g.m)) : 0;
-  return rings + (kSmallSums + 4 + own) * 4;
 }
 
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
@@ -152,54 +121,17 @@ __device__ __forceinline__ void finish_column_block(const Gemm& g, const float* 
       z[i] = block_sums[sum_index(of_eight, lane * 4 + i)];
       if constexpr (kBytesInColumns) z[i] += block_sums[sum_index(of_eight + 4, lane * 4 + i)];
     }
-    if (g.svh != nullptr) warp_hadamard(z, lane);
-    const float row_scale = row_scales[row];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t feature = column_block * 128 + lane * 4 + i;
-      if (feature >= g.out_columns) continue;
-      float value = z[i];
-      if (g.svh != nullptr)
-        value *= kHadamardScale * load_as_float(g.svh, DType::Half, feature);
-      value *= row_scale;
-      if (g.bias != nullptr) value += load_as_float(g.bias, g.bias_dtype, feature);
-      store_as(g.y, g.y_dtype, row * g.out_columns + feature, value);
-    }
+    finish_row(g, z, row, column_block * 128, row_scales[row]);
   }
 }
 
 // `share`: groups of k tiles in a block's stretch.
-// Rotates blocks first .. last-1 of every row into shared memory; `to` is there.
-template <Operand kOperand>
-__device__ __forceinline__ void rotate_here(const Gemm& g, const Rotated& to, float* largest,
-                                            bool scales_known, int first, int last) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = static_cast<int>(g.m);
-  if (!scales_known) {
-    for (int row = 0; row < rows; ++row) {
-      const float most = largest_of_row(g, row);
-      if (lane == 0) largest[row * kSmallWarps + warp] = most;
-    }
-    __syncthreads();
-    if (warp < rows) {
-      const float most = lane < kSmallWarps ? largest[warp * kSmallWarps + lane] : 0.0f;
-      const float scale = scale_of_row(warp_max(most));
-      if (lane == 0) to.row_scales[warp] = scale;
-    }
-    __syncthreads();
-  }
-  for (int i = warp; i < rows * (last - first); i += kSmallWarps) {
-    const int row = i % rows, block = i / rows;
-    rotate_block(g, to, kOperand, row, first + block, block, 1.0f / to.row_scales[row]);
-  }
-  __syncthreads();
-}
-
-template <int kTileWords, Operand kOperand, int kRowGroups, bool kFused>
+template <int kTileWords, Operand kOperand, int kRowGroups>
 __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRowGroups))
     small_kernel(const Gemm g, const SmallScratch scratch, const int share,
                  const PowersOfTwo powers) {
   using Shape = SmallShape<kOperand, kRowGroups>;
-  using Layout = SmallLayout<kTileWords, kFused>;
+  using Layout = SmallLayout<kTileWords>;
   constexpr int kPasses = Shape::kPasses;
   constexpr int kStages = Layout::kStages;
 
@@ -221,18 +153,6 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
   const int pair_row = lane % 4 * 2;  // this lane's columns of the MMA result
   int stage = 0;
   bool waited = false;
-  // Where the rotated rows are: in scratch, or in this block's own shared memory.
-  Rotated rotated = scratch.rotated;
-  uint32_t* const own = shared + Layout::kEnd;
-  if constexpr (kFused) {
-    const int blocks = fused_blocks(g, share);
-    rotated.row_scales = reinterpret_cast<float*>(own + FusedLayout::kRowScales);
-    rotated.scales = reinterpret_cast<float*>(own + FusedLayout::kScales);
-    rotated.corrections = reinterpret_cast<float*>(own + FusedLayout::corrections(blocks));
-    rotated.x = own + FusedLayout::x(blocks);
-    rotated.tile_words = 8 * static_cast<int>(g.m);
-    rotated.low_words = 4 * static_cast<int>(g.m);
-  }
 
   for (int at = begin; at < stop;) {
     const int column_block = at / groups;
@@ -269,48 +189,34 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
 #pragma unroll
     for (int i = 0; i < kStages; ++i) fetch((stage + i) % kStages);
 
+    // Whoever finishes the column block needs these at once.
+    if (warp == 0 && lane < 2 && g.svh != nullptr)
+      prefetch(static_cast<const __half*>(g.svh) + column_block * 128 + lane * 64);
+
     // The activations come from the launch in front; the weights above did not have to wait for it.
     // What it wrote is read by plain loads only: the compiler may move read-only ones before the wait.
-    const int first_block = kFused ? low * kSmallGroup / 8 : 0;  // where the rotated rows begin
-    bool has_x = true;
-    if constexpr (kFused) {
-      const int last_block = ((low + length) * kSmallGroup + 7) / 8;
-      rotate_here<kOperand>(g, rotated, reinterpret_cast<float*>(own + FusedLayout::kLargest), waited,
-                            first_block, min(last_block, static_cast<int>((g.in_tiles + 7) / 8)));
-      // Lanes of rows that do not exist have nothing to load.
-      has_x = (kOperand == Operand::kBytes ? lane % 16 : lane) < rotated.low_words;
-    } else {
-      if (!waited) wait_for_previous_kernel();
-    }
+    if (!waited) wait_for_previous_kernel();
     waited = true;
 
-    const int x_stride = kFused ? rotated.tile_words : Shape::kTileStride;
-    const uint32_t* x_source =
-        rotated.x + static_cast<int64_t>(first * kSmallGroup - first_block * 8) * x_stride;
-    if constexpr (!Shape::kInteger) {
-      x_source += lane * 2;
-    } else if constexpr (kFused && kOperand == Operand::kBytes) {
-      x_source += lane < 16 ? lane : rotated.low_words + lane - 16;
-    } else {
-      x_source += lane;
-    }
+    const uint32_t* x_source = scratch.rotated.x +
+                               static_cast<int64_t>(first) * kSmallGroup * Shape::kTileStride +
+                               lane * (Shape::kInteger ? 1 : 2);
     uint32_t next[Shape::kAhead][Shape::kLaneWords] = {};
     const auto load_x = [&](bool real) {
 #pragma unroll
       for (int i = 0; i < Shape::kAhead; ++i) {
 #pragma unroll
         for (int w = 0; w < Shape::kLaneWords; w += Shape::kInteger ? 1 : 2) {
-          const uint32_t* const from =
-              x_source + i * x_stride + (kFused && Shape::kInteger ? w * rotated.low_words : w * 32);
+          const uint32_t* const from = x_source + i * Shape::kTileStride + w * 32;
           if constexpr (Shape::kInteger) {
-            next[i][w] = real && has_x ? *from : 0u;
+            next[i][w] = real ? *from : 0u;
           } else {
-            const uint2 pair = real && has_x ? *reinterpret_cast<const uint2*>(from) : uint2{};
+            const uint2 pair = real ? *reinterpret_cast<const uint2*>(from) : uint2{};
             next[i][w] = pair.x, next[i][w + 1] = pair.y;
           }
         }
       }
-      x_source += Shape::kAhead * x_stride;
+      x_source += Shape::kAhead * Shape::kTileStride;
     };
     load_x(first < end);
 
@@ -322,15 +228,15 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
     for (int group = first; group < end; ++group) {
       if constexpr (Shape::kInteger) {
         if (group == first || group % 2 == 0) {  // a block of 128 inputs begins
-          const int64_t block = static_cast<int64_t>(group / 2 - first_block) * kSmallRows;
+          const int64_t block = static_cast<int64_t>(group / 2) * kSmallRows;
           // With bytes in columns, 0..3 hold the rows' high bytes and 4..7 their low bytes.
           const bool in_columns = kOperand == Operand::kBytes;
           const float weight = in_columns && pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
           const int row = in_columns ? pair_row % 4 : pair_row;
-          scale[0] = weight * rotated.scales[block + row];
-          scale[1] = weight * rotated.scales[block + row + 1];
+          scale[0] = weight * scratch.rotated.scales[block + row];
+          scale[1] = weight * scratch.rotated.scales[block + row + 1];
           // Whoever has a block's first group adds its correction.
-          if (group % 2 == 0 && lane < kSmallRows) correction += rotated.corrections[block + lane];
+          if (group % 2 == 0 && lane < kSmallRows) correction += scratch.rotated.corrections[block + lane];
         }
       }
       copy_wait<kStages - 1>();
@@ -455,7 +361,6 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
       for (int r = 0; r < kRowGroups; ++r)
         __stcg(all_parts + part_of(blockIdx.x) + r * (kSmallSums / 4), totals[r]);
       __syncthreads();
-      if constexpr (kFused) wait_for_previous_kernel();  // for the counters
       int* const flag = reinterpret_cast<int*>(shared + Layout::kFlag);
       if (threadIdx.x == 0)
         *flag = arrive(scratch.rotated.arrived + column_block) == static_cast<unsigned>(to - from);
@@ -465,9 +370,16 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
 #pragma unroll
         for (int r = 0; r < kRowGroups; ++r) {
           totals[r] = float4{};
-#pragma unroll 4
-          for (int block = from; block <= to; ++block)
-            totals[r] = add(totals[r], __ldcg(all_parts + part_of(block) + r * (kSmallSums / 4)));
+          // Eight loads at a time: each takes as long as a few hundred instructions.
+          for (int block = from; block <= to; block += 8) {
+            float4 part[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+              part[i] = block + i <= to ? __ldcg(all_parts + part_of(block + i) + r * (kSmallSums / 4))
+                                        : float4{};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) totals[r] = add(totals[r], part[i]);
+          }
         }
       }
     }
@@ -476,7 +388,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
       __syncthreads();
       reinterpret_cast<float4*>(block_sums)[threadIdx.x] = totals[r];
       __syncthreads();
-      finish_column_block<kOperand == Operand::kBytes>(g, block_sums, rotated.row_scales,
+      finish_column_block<kOperand == Operand::kBytes>(g, block_sums, scratch.rotated.row_scales,
                                                        column_block, r * 8);
     }
     __syncthreads();  // before the next column block writes over the sums
@@ -486,7 +398,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
 
 // One rate's kernels; instantiated in small_k*.cu, one file a rate, so that they compile in parallel.
 template <int kTileWords>
-cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share, bool fused,
+cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share,
                               cudaStream_t stream);
 
 }  // namespace trellis::cuda

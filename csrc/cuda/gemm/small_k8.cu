@@ -1,6 +1,5 @@
 #include "small_launch.cuh"
 
 namespace trellis::cuda {
-template cudaError_t launch_small_rate<128>(const Gemm&, const SmallScratch&, int, bool,
-                                          cudaStream_t);
+template cudaError_t launch_small_rate<128>(const Gemm&, const SmallScratch&, int, cudaStream_t);
 }  // namespace trellis::cuda

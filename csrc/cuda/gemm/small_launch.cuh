@@ -6,25 +6,17 @@
 
 namespace trellis::cuda {
 
-template <int kTileWords, Operand kOperand, int kRowGroups, bool kFused = false>
+template <int kTileWords, Operand kOperand, int kRowGroups>
 cudaError_t launch_small_kernel(const Gemm& g, const SmallScratch& scratch, int share,
                                 cudaStream_t stream) {
-  return launch_overlapping(small_kernel<kTileWords, kOperand, kRowGroups, kFused>,
+  return launch_overlapping(small_kernel<kTileWords, kOperand, kRowGroups>,
                             small_stretches(g, share), kSmallWarps * 32,
-                            static_cast<int>(small_shared_bytes(g, share, kFused)), 1, stream, g,
-                            scratch, share, powers_of_two());
-}
-
-// Up to eight rows, which have a fused kernel too.
-template <int kTileWords, Operand kOperand>
-cudaError_t launch_small_eight(const Gemm& g, const SmallScratch& scratch, int share, bool fused,
-                               cudaStream_t stream) {
-  return fused ? launch_small_kernel<kTileWords, kOperand, 1, true>(g, scratch, share, stream)
-               : launch_small_kernel<kTileWords, kOperand, 1>(g, scratch, share, stream);
+                            SmallLayout<kTileWords>::kBytes, 1, stream, g, scratch, share,
+                            powers_of_two());
 }
 
 template <int kTileWords>
-cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share, bool fused,
+cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share,
                               cudaStream_t stream) {
   constexpr Operand kBytes = Operand::kBytes, kTwoPasses = Operand::kBytesTwoPasses,
                     kPackedMul1 = Operand::kPackedMul1, kHalves = Operand::kHalves,
@@ -32,9 +24,9 @@ cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int sh
   const bool sixteen = small_row_groups(g) == 2;
   switch (small_operand(g)) {
     case kBytes:
-      return launch_small_eight<kTileWords, kBytes>(g, scratch, share, fused, stream);
+      return launch_small_kernel<kTileWords, kBytes, 1>(g, scratch, share, stream);
     case kTwoPasses:
-      return launch_small_eight<kTileWords, kTwoPasses>(g, scratch, share, fused, stream);
+      return launch_small_kernel<kTileWords, kTwoPasses, 1>(g, scratch, share, stream);
     case kPackedMul1:
       return sixteen ? launch_small_kernel<kTileWords, kPackedMul1, 2>(g, scratch, share, stream)
                      : launch_small_kernel<kTileWords, kPackedMul1, 4>(g, scratch, share, stream);
@@ -42,11 +34,10 @@ cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int sh
       break;
   }
   if constexpr (kTileWords % 16 == 0) {  // half rates exist for mul1 only, which the bindings check
-    if (small_operand(g) == kHalves && !sixteen)
-      return launch_small_eight<kTileWords, kHalves>(g, scratch, share, fused, stream);
-    if (small_operand(g) == kHalves)
-      return launch_small_kernel<kTileWords, kHalves, 2>(g, scratch, share, stream);
-    return launch_small_kernel<kTileWords, kPackedHalves, 4>(g, scratch, share, stream);
+    if (small_operand(g) == kPackedHalves)
+      return launch_small_kernel<kTileWords, kPackedHalves, 4>(g, scratch, share, stream);
+    return sixteen ? launch_small_kernel<kTileWords, kHalves, 2>(g, scratch, share, stream)
+                   : launch_small_kernel<kTileWords, kHalves, 1>(g, scratch, share, stream);
   }
   return cudaErrorInvalidValue;
 }

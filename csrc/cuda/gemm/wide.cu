@@ -14,6 +14,17 @@ int64_t parts_of(const WideSchedule& s) {
   return static_cast<int64_t>(s.workers) * 2 * kPairBlocks * s.rows * 128;
 }
 
+// How many blocks should share a tile: as many as there are multiprocessors for, unless stretches keep
+// so many more of them busy that it pays for their way through scratch. All in steps.
+int best_slices(int64_t tiles, int64_t steps, int sm_count) {
+  constexpr int64_t kMeet = 10, kPart = 2;
+  int slices = 1;
+  while (slices < 8 && tiles * slices * 2 <= sm_count && steps >= slices * 4) slices *= 2;
+  const int64_t sliced = (steps + slices - 1) / slices;
+  const int64_t stretch = (tiles * steps + sm_count - 1) / sm_count;
+  return sliced <= stretch + kMeet + kPart * (steps / stretch) ? slices : 1;
+}
+
 WideScratch take_scratch(const WideSchedule& s, Arena& arena) {
   WideScratch scratch = {};
   Rotated& rotated = scratch.rotated;
@@ -33,13 +44,23 @@ WideScratch take_scratch(const WideSchedule& s, Arena& arena) {
 WideSchedule wide_schedule(const Gemm& g, int rows, int sm_count, int64_t share) {
   WideSchedule s = {};
   s.rows = rows;
-  s.cluster = rows == 256 ? 2 : 1;
+  s.slices = 1;
   s.row_tiles = static_cast<int>((g.m + rows - 1) / rows);
   s.pairs = static_cast<int>((g.out_tiles + kPairBlocks * 8 - 1) / (kPairBlocks * 8));
   s.steps = static_cast<int>((g.in_tiles + kStepTiles - 1) / kStepTiles);
   s.band = static_cast<int>(std::min<int64_t>(kBand, s.row_tiles));
-  const int64_t most = std::max(1, sm_count / s.cluster);
   const int64_t tiles = static_cast<int64_t>(s.row_tiles) * s.pairs;
+  if (share <= 0 && rows <= 128) {
+    s.slices = share < 0 ? static_cast<int>(-share) : best_slices(tiles, s.steps, sm_count);
+    s.slices = std::min(s.slices, s.steps);
+  }
+  s.cluster = rows == 256 ? 2 : s.slices;
+  if (s.slices > 1) {
+    s.rounds = 1;
+    s.workers = static_cast<int>(tiles);
+    return s;
+  }
+  const int64_t most = std::max(1, sm_count / s.cluster);
   // The last full round joins the rest, so that stretches are at least a tile long, unless there is
   // no full round or nothing left.
   const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);

@@ -11,9 +11,11 @@
 // warpgroup decodes one tile of 16 output features, and a lane's eight weights of a tile are its own part of
 // the fragment. While the tensor cores work on one k tile, the warp decodes the next.
 //
-// What a tile's sums go through: a tile that lies in several stretches leaves them in scratch, and
-// whichever block comes last adds the parts in their order, so that results are bitwise repeatable.
-// Then they pass through shared memory, 32 rows at a time: Hadamard, svh, row scale, bias, rounding.
+// What a tile's sums go through: where tiles are few, the blocks of a cluster take slices of one tile's
+// steps, and each adds and finishes a share of the rows, which it reads from the others' shared memory.
+// Otherwise a tile that lies in several stretches leaves its sums in scratch, and whichever block comes
+// last adds the parts. The order of additions is fixed in both, so that results are bitwise repeatable.
+// The total passes through shared memory: Hadamard, svh, row scale, bias, rounding.
 #pragma once
 
 #include "../common/hopper.cuh"
@@ -52,6 +54,8 @@ struct WideShape {
   static constexpr int kLimit = 227 * 1024 - kOut - 256;
   static constexpr int kFitting = (kLimit) / (kX + kPacked);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
+  static_assert(kCluster > 1 || kStages * (kX + kPacked) >= kPairBlocks * kRows * kOutStride * 4,
+                "the sums of a slice take the place of the stages");
   static constexpr int kBytes = kStages * (kX + kPacked) + kOut + 256;
 };
 
@@ -63,15 +67,19 @@ struct WideWalk {
   int tile, first, last;  // of the current piece, last excluded
   int rest;               // which of the rest, or -1
 
-  __device__ WideWalk(const WideSchedule& s, int worker_)
-      : schedule(s), worker(worker_), at(worker_ * s.share) {
+  int slice;  // of the steps, where the blocks of a cluster share a tile
+
+  __device__ WideWalk(const WideSchedule& s, int worker_, int slice_)
+      : schedule(s), worker(worker_), at(worker_ * s.share), slice(slice_) {
     stop = min(at + s.share, s.rest * s.steps);
   }
 
   __device__ bool next() {
     if (round < schedule.rounds) {
       tile = round++ * schedule.workers + worker;
-      first = 0, last = schedule.steps, rest = -1;
+      first = schedule.steps * slice / schedule.slices;
+      last = schedule.steps * (slice + 1) / schedule.slices;
+      rest = -1;
       return true;
     }
     if (at >= stop) return false;
@@ -108,12 +116,12 @@ struct WideRing {
 // The copying warpgroup: one lane of it.
 template <int kTileWords, int kRows>
 __device__ void wide_bring(const Gemm& g, const WideScratch& scratch, const WideSchedule& schedule,
-                           int worker, int rank, char* x_stages, char* packed_stages,
+                           int worker, int slice, int rank, char* x_stages, char* packed_stages,
                            uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
   WideRing ring;
-  WideWalk walk(schedule, worker);
+  WideWalk walk(schedule, worker, slice);
   bool waited = false;
   while (walk.next()) {
     int row_tile, pair;
@@ -279,11 +287,56 @@ __device__ __forceinline__ bool wide_meet(const WideScratch& scratch, const Wide
   return true;
 }
 
+// A slice of a tile: leaves its sums in shared memory, all column blocks and rows, for wide_gather.
+template <int kTileWords, int kRows>
+__device__ __forceinline__ void wide_leave(const float (&sums)[kRows / 2], float* all) {
+  using Shape = WideShape<kTileWords, kRows>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // The sums take the place of the stages, with which every warp is done then.
+  named_barrier(3, Shape::kMathWarps * 32);
+  float* const block = all + warp / 8 * kRows * Shape::kOutStride + warp % 8 * 16 + lane / 4;
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+    float* const at = block + (8 * j + lane % 4 * 2) * Shape::kOutStride;
+    at[0] = sums[4 * j], at[Shape::kOutStride] = sums[4 * j + 1];
+    at[8] = sums[4 * j + 2], at[Shape::kOutStride + 8] = sums[4 * j + 3];
+  }
+}
+
+// Adds the slices' sums for this block's share of the rows, in order, and finishes them.
+template <int kTileWords, int kRows>
+__device__ __forceinline__ void wide_gather(const Gemm& g, const WideScratch& scratch,
+                                            const WideSchedule& schedule, int tile, int slice,
+                                            const float* all) {
+  using Shape = WideShape<kTileWords, kRows>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  WideWalk walk(schedule, 0, 0);
+  walk.tile = tile;
+  int row_tile, pair;
+  walk.locate(row_tile, pair);
+  const int rows = kRows / schedule.slices;
+  for (int i = warp; i < rows * kPairBlocks; i += Shape::kMathWarps) {
+    const int in_tile = slice * rows + i / kPairBlocks, in_pair = i % kPairBlocks;
+    const int64_t row = static_cast<int64_t>(row_tile) * kRows + in_tile;
+    const int64_t column_block = static_cast<int64_t>(pair) * kPairBlocks + in_pair;
+    if (row >= g.m || column_block * 8 >= g.out_tiles) continue;
+    const float* const at = all + (in_pair * kRows + in_tile) * Shape::kOutStride + lane * 4;
+    float z[4] = {};
+    for (int block = 0; block < schedule.slices; ++block) {
+      float part[4];
+      load_from_block(at, block, part);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) z[j] += part[j];
+    }
+    finish_row(g, z, row, column_block * 128, scratch.rotated.row_scales[row]);
+  }
+}
+
 // One of the warps that decode and multiply.
 template <int kTileWords, bool kMul1, int kRows>
 __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
                               const WideSchedule& schedule, const Hash& hash, const PowersOfTwo& powers, int worker,
-                              int rank, const char* x_stages, const char* packed_stages, float* out,
+                              int slice, int rank, char* x_stages, const char* packed_stages, float* out,
                               int* flags, uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32, lane = hold(threadIdx.x % 32);
@@ -304,10 +357,11 @@ __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
   };
   const uint32_t packed_at = hold(shared_address(packed_stages) + warp * Shape::kTileBytes);
   const uint32_t x_at = hold(shared_address(x_stages) / 16);
+  float* const all = reinterpret_cast<float*>(x_stages);
   wait_for_previous_kernel();  // for the row scales
 
   WideRing ring;
-  WideWalk walk(schedule, worker);
+  WideWalk walk(schedule, worker, slice);
   while (walk.next()) {
     float sums[kRows / 2];
 #pragma unroll
@@ -348,6 +402,12 @@ __device__ void wide_multiply(const Gemm& g, const WideScratch& scratch,
     }
     wgmma_wait<0>();
     release(before);
+    if constexpr (Shape::kCluster == 1) {
+      if (schedule.slices > 1) {
+        wide_leave<kTileWords, kRows>(sums, all);
+        return;
+      }
+    }
 
     int row_tile, pair;
     walk.locate(row_tile, pair);
@@ -377,8 +437,10 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
   uint64_t* const empty = full + Shape::kStages;
   int* const flags = reinterpret_cast<int*>(empty + Shape::kStages);
 
-  const int rank = Shape::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
-  const int worker = static_cast<int>(blockIdx.x) / Shape::kCluster;
+  const int in_cluster = static_cast<int>(cluster_rank());
+  const int rank = Shape::kCluster == 1 ? 0 : in_cluster;
+  const int slice = Shape::kCluster == 1 ? in_cluster : 0;
+  const int worker = static_cast<int>(blockIdx.x) / (Shape::kCluster * schedule.slices);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(full + i, 1);
@@ -392,16 +454,23 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
   if (threadIdx.x / 32 >= Shape::kMathWarps) {
     give_registers<Shape::kCopyRegisters>();
     if (threadIdx.x == Shape::kMathWarps * 32)
-      wide_bring<kTileWords, kRows>(g, scratch, schedule, worker, rank, x_stages, packed_stages,
-                                    full, empty);
+      wide_bring<kTileWords, kRows>(g, scratch, schedule, worker, slice, rank, x_stages,
+                                    packed_stages, full, empty);
   } else {
     take_registers<Shape::kMathRegisters>();
-    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, rank,
+    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, slice, rank,
                                             x_stages, packed_stages, out, flags, full, empty);
   }
-  // A block's memory must outlive what its neighbour sends there.
   __syncwarp();
-  if constexpr (Shape::kCluster > 1) cluster_sync();
+  if constexpr (Shape::kCluster == 1) {
+    if (schedule.slices == 1) return;
+    cluster_sync();
+    if (threadIdx.x / 32 < Shape::kMathWarps)
+      wide_gather<kTileWords, kRows>(g, scratch, schedule, worker, slice,
+                                     reinterpret_cast<const float*>(x_stages));
+    __syncwarp();
+  }
+  cluster_sync();  // a block's memory must outlive what its neighbours send there or read
 #endif
 }
 

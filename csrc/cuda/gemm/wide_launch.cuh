@@ -11,8 +11,8 @@ cudaError_t launch_wide_kernel(const Gemm& g, const WideScratch& scratch,
                                const WideSchedule& schedule, cudaStream_t stream) {
   using Shape = WideShape<kTileWords, kRows>;
   return launch_overlapping(wide_kernel<kTileWords, kMul1, kRows>,
-                            static_cast<int64_t>(schedule.workers) * Shape::kCluster,
-                            Shape::kThreads, Shape::kBytes, Shape::kCluster, stream, g, scratch,
+                            static_cast<int64_t>(schedule.workers) * schedule.cluster,
+                            Shape::kThreads, Shape::kBytes, schedule.cluster, stream, g, scratch,
                             schedule, hash_of(g.codebook), powers_of_two());
 }
 
