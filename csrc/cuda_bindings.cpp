@@ -128,7 +128,7 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   const trellis::cuda::Gpu gpu = {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
                                       attribute(cudaDevAttrComputeCapabilityMinor, device),
                                   attribute(cudaDevAttrMultiProcessorCount, device)};
-  STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Wide256), op,
+  STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Last), op,
                   ": no such route: ", forced_route);
   Route route = static_cast<Route>(forced_route);
   if (route == Route::Automatic) route = trellis::cuda::choose_route(g, gpu);
@@ -139,10 +139,11 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
     return torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
   };
   if (route != Route::Small) {
-    const trellis::cuda::WideSchedule schedule = trellis::cuda::wide_schedule(
-        g, trellis::cuda::rows_of(route), gpu.sm_count, forced_share);
-    Tensor scratch = scratch_of(trellis::cuda::wide_scratch_bytes(schedule));
-    check_launch(op, trellis::cuda::launch_wide(g, schedule, scratch.mutable_data_ptr(), stream));
+    const trellis::cuda::TileSchedule schedule =
+        trellis::cuda::tile_schedule(g, route, gpu.sm_count, forced_share);
+    Tensor scratch = scratch_of(trellis::cuda::tile_scratch_bytes(schedule));
+    check_launch(
+        op, trellis::cuda::launch_tiles(g, route, schedule, scratch.mutable_data_ptr(), stream));
     return y;
   }
   // More rows than one launch takes go in slices; each decodes the weights again.

@@ -7,22 +7,10 @@ bool can_run(Route route, const Gpu& gpu) {
   return route == Route::Small || gpu.capability == 90;  // wgmma exists on 9.0 alone
 }
 
-int rows_of(Route route) {
-  switch (route) {
-    case Route::Wide64:
-      return 64;
-    case Route::Wide128:
-      return 128;
-    case Route::Wide256:
-      return 256;
-    default:
-      return kSmallMaximum;
-  }
-}
-
 Route choose_route(const Gemm& g, const Gpu& gpu) {
   if (g.m <= kSmallMaximum || !can_run(Route::Wide64, gpu)) return Route::Small;
-  return g.m <= 64 ? Route::Wide64 : g.m <= 128 ? Route::Wide128 : Route::Wide256;
+  if (g.m <= 128) return g.m <= 64 ? Route::Wide64 : Route::Wide128;
+  return g.m <= 256 ? Route::Prefill128 : Route::Prefill256;
 }
 
 }  // namespace trellis::cuda

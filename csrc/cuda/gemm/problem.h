@@ -28,7 +28,15 @@ struct Gemm {
 
 // ---- the choice of kernels (gemm/dispatch.cu) -----------------------------------------------------
 // Numbers are what _trellis_gemm_route takes.
-enum class Route : int { Automatic = 0, Small = 1, Wide64 = 2, Wide128 = 3, Wide256 = 4 };
+enum class Route : int {
+  Automatic,
+  Small,
+  Wide64,
+  Wide128,
+  Prefill128,
+  Prefill256,
+  Last = Prefill256
+};
 
 struct Gpu {
   int capability;  // 90 for 9.0
@@ -38,8 +46,6 @@ struct Gpu {
 // The fastest route, by measurement; a pure function of shapes, rate, codebook and GPU.
 Route choose_route(const Gemm& g, const Gpu& gpu);
 bool can_run(Route route, const Gpu& gpu);
-// Rows of a tile of that route, or of a call of launch_small.
-int rows_of(Route route);
 
 // ---- few rows (gemm/small*) -----------------------------------------------------------------------
 constexpr int kSmallRows = 8;      // that one MMA takes
@@ -55,32 +61,33 @@ int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
 
-// ---- many rows, on sm_90a (gemm/wide*) -------------------------------------------------------------
-// How the product is cut. A tile is two column blocks (256 output features) by kRows rows and as many
-// steps of 64 inputs as there are. A worker is a block, or a cluster of two blocks where rows are 256.
-// Workers take whole tiles in turn; what would not fill the last round evenly is cut into equal
-// stretches of steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of
-// one tile's steps each.
-struct WideSchedule {
-  int rows;       // of a tile: 64, 128 or 256
+// ---- many rows, on sm_90a (gemm/wide*, gemm/prefill*) -----------------------------------------------
+// How the product is cut into tiles, and those into steps of 64 inputs. A tile is two sums of 128
+// features by `rows` rows: the wide kernel's has two column blocks, the prefill kernel's two blocks of
+// rows. Workers take whole tiles in turn; what would not fill the last round evenly is cut into equal
+// stretches of steps instead. Where tiles are few, a worker of the wide kernel is a cluster of blocks that
+// take a slice of one tile's steps each.
+struct TileSchedule {
+  int rows;       // of a block
+  int tile_rows;  // of a tile: as many, or twice that
   int cluster;    // blocks of a worker
   int slices;     // of a tile's steps; then the cluster has as many blocks
   int workers;
-  int row_tiles, pairs, steps;
-  int band;       // row tiles that are worked on side by side, so that the cache serves them
-  int rounds;     // whole tiles of each worker
-  int rest;       // tiles that are cut into stretches
-  int share;      // steps of a stretch
+  int row_tiles, columns, steps;
+  int band;    // row tiles that are worked on side by side, so that the cache serves them
+  int rounds;  // whole tiles of each worker
+  int rest;    // tiles that are cut into stretches
+  int share;   // steps of a stretch
 };
 
 // `share`: 0 for the best way; otherwise stretches of so many steps, or, negative, so many slices.
-WideSchedule wide_schedule(const Gemm& g, int rows, int sm_count, int64_t share);
+TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t share);
 
 // Scratch in bytes: 2 for each row (rounded up to a tile) and input, two parts of 4 for each worker and
 // sum of a tile, 4 for each row and each column block of the rest.
-int64_t wide_scratch_bytes(const WideSchedule& schedule);
+int64_t tile_scratch_bytes(const TileSchedule& schedule);
 
-cudaError_t launch_wide(const Gemm& g, const WideSchedule& schedule, void* scratch,
-                        cudaStream_t stream);
+cudaError_t launch_tiles(const Gemm& g, Route route, const TileSchedule& schedule, void* scratch,
+                         cudaStream_t stream);
 
 }  // namespace trellis::cuda

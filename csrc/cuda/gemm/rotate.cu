@@ -1,6 +1,5 @@
 // One block a row, one warp a 128-block of inputs: scale, transform, lay out.
 #include "rotate.cuh"
-
 #include "rows.cuh"
 
 namespace trellis::cuda {
@@ -120,8 +119,7 @@ __device__ void rotate_block(const Gemm& g, const Rotated& to, Operand operand, 
   // Inputs 4l .. 4l+3 of the block are k, k+1 | k+2, k+3 of a tile: two lanes' pairs. Fragments go on
   // to the end of the last block.
   const int64_t k_tile = block * 8 + lane / 4;
-  __half2* const tile =
-      reinterpret_cast<__half2*>(to.x) + (k_tile * to.row_groups + row / 8) * 64;
+  __half2* const tile = reinterpret_cast<__half2*>(to.x) + (k_tile * to.row_groups + row / 8) * 64;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const int k = lane % 4 * 4 + pair * 2;

@@ -76,8 +76,7 @@ __device__ __forceinline__ void load_four(const void* p, DType dtype, int64_t st
     return;
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    v[j] = first + j < size ? load_as_float(p, dtype, i + j) : 0.0f;
+  for (int j = 0; j < 4; ++j) v[j] = first + j < size ? load_as_float(p, dtype, i + j) : 0.0f;
 }
 
 // A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.

@@ -236,7 +236,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
           scale[0] = weight * scratch.rotated.scales[block + row];
           scale[1] = weight * scratch.rotated.scales[block + row + 1];
           // Whoever has a block's first group adds its correction.
-          if (group % 2 == 0 && lane < kSmallRows) correction += scratch.rotated.corrections[block + lane];
+          if (group % 2 == 0 && lane < kSmallRows)
+            correction += scratch.rotated.corrections[block + lane];
         }
       }
       copy_wait<kStages - 1>();
@@ -375,8 +376,9 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
             float4 part[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-              part[i] = block + i <= to ? __ldcg(all_parts + part_of(block + i) + r * (kSmallSums / 4))
-                                        : float4{};
+              part[i] = block + i <= to
+                            ? __ldcg(all_parts + part_of(block + i) + r * (kSmallSums / 4))
+                            : float4{};
 #pragma unroll
             for (int i = 0; i < 8; ++i) totals[r] = add(totals[r], part[i]);
           }

@@ -9,10 +9,9 @@ namespace trellis::cuda {
 template <int kTileWords, Operand kOperand, int kRowGroups>
 cudaError_t launch_small_kernel(const Gemm& g, const SmallScratch& scratch, int share,
                                 cudaStream_t stream) {
-  return launch_overlapping(small_kernel<kTileWords, kOperand, kRowGroups>,
-                            small_stretches(g, share), kSmallWarps * 32,
-                            SmallLayout<kTileWords>::kBytes, 1, stream, g, scratch, share,
-                            powers_of_two());
+  return launch_overlapping(
+      small_kernel<kTileWords, kOperand, kRowGroups>, small_stretches(g, share), kSmallWarps * 32,
+      SmallLayout<kTileWords>::kBytes, 1, stream, g, scratch, share, powers_of_two());
 }
 
 template <int kTileWords>

@@ -1,6 +1,6 @@
 #include "wide_launch.cuh"
 
 namespace trellis::cuda {
-template cudaError_t launch_wide_rate<80>(const Gemm&, const WideScratch&, const WideSchedule&,
-                                         cudaStream_t);
+template cudaError_t launch_wide_rate<80>(const Gemm&, const TileScratch&, const TileSchedule&,
+                                          cudaStream_t);
 }  // namespace trellis::cuda

@@ -1,0 +1,105 @@
+// The host side of the routes for many rows: how the product is cut, what scratch that takes, the two
+// launches.
+#include <algorithm>
+
+#include "launch.cuh"
+#include "prefill.cuh"
+#include "wide.cuh"
+
+namespace trellis::cuda {
+namespace {
+
+constexpr int64_t kBand = 2048;  // rows that are worked on side by side
+
+bool is_prefill(Route route) { return route == Route::Prefill128 || route == Route::Prefill256; }
+
+int64_t parts_of(const TileSchedule& s) {
+  if (s.rest == 0 || s.share % s.steps == 0) return 0;  // every piece is a whole tile
+  return static_cast<int64_t>(s.workers) * 2 * kBlocks * s.rows * 128;
+}
+
+// How many blocks should share a tile: as many as fit at once, unless stretches keep so many more
+// multiprocessors busy that it pays for their way through scratch, which takes about ten steps. A
+// cluster must fit a group of multiprocessors, and some of those have an odd number to spare.
+int best_slices(int64_t tiles, int64_t steps, int sm_count) {
+  int slices = 1;
+  for (int more = 2; more <= 8 && steps >= more * 4; more *= 2) {
+    if (tiles * more * 8 <= sm_count * (more == 2 ? 7 : 6)) slices = more;
+  }
+  const int64_t sliced = (steps + slices - 1) / slices;
+  const int64_t stretch = (tiles * steps + sm_count - 1) / sm_count;
+  return sliced <= stretch + 10 ? slices : 1;
+}
+
+TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
+  TileScratch scratch = {};
+  Rotated& rotated = scratch.rotated;
+  const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.tile_rows;
+  rotated.row_groups = static_cast<int>(rows / 8);
+  rotated.counters = static_cast<int64_t>(s.rest) * kBlocks;
+  // Blocks of 128 inputs, as they are rotated.
+  rotated.x = arena.take<uint32_t>((s.steps + 1) / 2 * 2 * rows * 32);
+  rotated.row_scales = arena.take<float>(rows);
+  rotated.arrived = arena.take<unsigned>(rotated.counters);
+  scratch.parts = arena.take<float>(parts_of(s));
+  return scratch;
+}
+
+}  // namespace
+
+TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t share) {
+  const bool prefill = is_prefill(route);
+  TileSchedule s = {};
+  s.rows = route == Route::Wide64 ? 64 : route == Route::Prefill256 ? 256 : 128;
+  s.tile_rows = prefill ? s.rows * kBlocks : s.rows;
+  s.slices = 1;
+  s.row_tiles = static_cast<int>((g.m + s.tile_rows - 1) / s.tile_rows);
+  const int64_t out_tiles = prefill ? 8 : kBlocks * 8;
+  s.columns = static_cast<int>((g.out_tiles + out_tiles - 1) / out_tiles);
+  s.steps = static_cast<int>((g.in_tiles + kStepTiles - 1) / kStepTiles);
+  s.band = static_cast<int>(std::min<int64_t>(kBand / s.tile_rows, s.row_tiles));
+  const int64_t tiles = static_cast<int64_t>(s.row_tiles) * s.columns;
+  if (share <= 0 && !prefill) {
+    s.slices = share < 0 ? static_cast<int>(-share) : best_slices(tiles, s.steps, sm_count);
+    s.slices = std::min(s.slices, s.steps);
+  }
+  s.cluster = prefill ? 2 : s.slices;
+  if (s.slices > 1) {
+    s.rounds = 1;
+    s.workers = static_cast<int>(tiles);
+    return s;
+  }
+  const int64_t most = std::max(1, sm_count / s.cluster);
+  // The last full round joins the rest, so that stretches are at least a tile long, unless there is
+  // no full round or nothing left.
+  const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
+  s.rounds = share > 0 ? 0 : static_cast<int>(rounds);
+  s.rest = static_cast<int>(tiles - s.rounds * most);
+  const int64_t units = static_cast<int64_t>(s.rest) * s.steps;
+  s.share = static_cast<int>(share > 0 ? share : std::max<int64_t>(1, (units + most - 1) / most));
+  s.workers = static_cast<int>(s.rounds > 0 ? most : (units + s.share - 1) / s.share);
+  return s;
+}
+
+int64_t tile_scratch_bytes(const TileSchedule& schedule) {
+  Arena arena(nullptr);
+  take_scratch(schedule, arena);
+  return arena.bytes();
+}
+
+cudaError_t launch_tiles(const Gemm& g, Route route, const TileSchedule& schedule, void* memory,
+                         cudaStream_t stream) {
+  Arena arena(memory);
+  const TileScratch scratch = take_scratch(schedule, arena);
+  const cudaError_t error =
+      launch_rotate(g, scratch.rotated, Operand::kSwizzled,
+                    static_cast<int64_t>(schedule.row_tiles) * schedule.tile_rows, stream);
+  if (error != cudaSuccess) return error;
+  return with_rate(g.tile_words, [&](auto tile_words) {
+    constexpr int kTileWords = tile_words.value;
+    return is_prefill(route) ? launch_prefill_rate<kTileWords>(g, scratch, schedule, stream)
+                             : launch_wide_rate<kTileWords>(g, scratch, schedule, stream);
+  });
+}
+
+}  // namespace trellis::cuda
