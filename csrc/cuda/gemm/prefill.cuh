@@ -8,7 +8,7 @@
 // halves are exchanged.
 //
 // Roles in a block: two warpgroups multiply, 64 output features each, both operands from shared memory;
-// the third decodes, and one of its threads starts all copies. Stages of x and decoded weights go round
+// the third decodes, and single lanes of it start all copies. Stages of x and decoded weights go round
 // between them, a step of 64 inputs each:
 //   full[s]   x has come, this block's half is decoded, the other's has come
 //   empty[s]  the multiplying warps of both blocks are done with it
@@ -47,7 +47,7 @@ struct PrefillMemory {
   using Shape = PrefillShape<kTileWords, kRows>;
   char *x, *weights, *packed;
   float* out;
-  uint64_t *full, *empty, *packed_full;
+  uint64_t *full, *empty, *packed_full, *packed_empty;
   int* flag;
 
   __device__ explicit PrefillMemory(char* base) {
@@ -58,7 +58,8 @@ struct PrefillMemory {
     full = reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(out) + Shape::kOut);
     empty = full + Shape::kStages;
     packed_full = empty + Shape::kStages;
-    flag = reinterpret_cast<int*>(packed_full + Shape::kPackedStages);
+    packed_empty = packed_full + Shape::kPackedStages;
+    flag = reinterpret_cast<int*>(packed_empty + Shape::kPackedStages);
   }
 };
 
@@ -78,7 +79,7 @@ struct PackedFeed {
                         const PrefillMemory<kTileWords, kRows>& memory_)
       : g(g_), memory(memory_), rank(rank_), walk(schedule, worker, 0) {}
 
-  // The next step, if there is one, into the next stage, which must be free.
+  // The next step, if there is one, into the next stage once that is free.
   __device__ void bring() {
     if (step == last) {
       if (!walk.next()) return;
@@ -93,6 +94,7 @@ struct PackedFeed {
     const int64_t row = static_cast<int64_t>(step) * kStepTiles;
     const int k_tiles = static_cast<int>(min(static_cast<int64_t>(kStepTiles), g.in_tiles - row));
     uint64_t* const here = memory.packed_full + ring.stage;
+    barrier_wait(memory.packed_empty + ring.stage, ring.parity ^ 1);
     barrier_expect(here, k_tiles * bytes);
     for (int i = 0; i < k_tiles && bytes > 0; ++i)
       copy_bulk(memory.packed + ring.stage * Shape::kPacked + i * Shape::kKTile,
@@ -113,7 +115,8 @@ __device__ void prefill_decode(const Gemm& g, const TileScratch& scratch,
                                const PrefillMemory<kTileWords, kRows>& memory) {
   using Shape = PrefillShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32 % Shape::kDecodeWarps, lane = hold(threadIdx.x % 32);
-  const bool leader = warp == 0 && lane == 0;
+  // The copies are shared out, since every warp has as much to decode.
+  const bool brings_x = warp == 0 && lane == 0, brings_packed = warp == 1 && lane == 0;
   const Window<kTileWords> window(lane);
   const uint32_t packed_at = hold(shared_address(memory.packed) + warp * Shape::kTileBytes);
   // stmatrix takes the address of a row of eight weights from each lane: matrices 0 and 1 are rows 0..7
@@ -123,11 +126,10 @@ __device__ void prefill_decode(const Gemm& g, const TileScratch& scratch,
   const uint32_t weights_at = hold(shared_address(memory.weights) + half +
                                    (warp * 2 + lane / 8 % 2) * 1024 + row * 128 + piece * 16);
   PackedFeed<kTileWords, kRows> feed(g, schedule, worker, rank, memory);
-  if (leader) {
-    for (int i = 0; i < Shape::kPackedStages; ++i) feed.bring();
-    // The activations come from the launch in front; the weights above did not have to wait for it.
-    wait_for_previous_kernel();
-  }
+  // One stage short, so that no warp waits for the slowest to be done with the same stage.
+  for (int i = 0; brings_packed && i + 1 < Shape::kPackedStages; ++i) feed.bring();
+  // The activations come from the launch in front; the weights above did not have to wait for it.
+  if (brings_x) wait_for_previous_kernel();
   const int64_t x_stride = static_cast<int64_t>(scratch.rotated.row_groups) * 1024;
 
   Ring ring, packed_ring;
@@ -149,11 +151,14 @@ __device__ void prefill_decode(const Gemm& g, const TileScratch& scratch,
         products<kTileWords, !kMul1>(v, hash, powers, p);
         packed_values<kMul1>(p, a[i]);
       }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.packed_empty + packed_ring.stage);
+      if (brings_packed) feed.bring();
       packed_ring.advance<Shape::kPackedStages>();
 
       barrier_wait(memory.empty + ring.stage, ring.parity ^ 1);
       uint64_t* const full = memory.full + ring.stage;
-      if (leader) {
+      if (brings_x) {
         barrier_expect(full, Shape::kX + Shape::kHalf);  // x, and the other block's half
         copy_bulk(memory.x + ring.stage * Shape::kX, x, Shape::kX, full);
         x += x_stride;
@@ -161,14 +166,14 @@ __device__ void prefill_decode(const Gemm& g, const TileScratch& scratch,
       const uint32_t to = weights_at + ring.stage * Shape::kWeights;
 #pragma unroll
       for (int i = 0; i < kStepTiles; ++i) store_matrices(to ^ i * 32, a[i]);
-      // What the tensor cores and the copy below read must be visible to them, from every thread.
+      // What the tensor cores and the copy below read must be visible to them, from every lane.
       fence_async();
-      named_barrier(4, Shape::kDecodeWarps * 32);
-      if (leader) {
-        barrier_arrive(full);  // this block's half
-        copy_to_block(memory.weights + ring.stage * Shape::kWeights + half, Shape::kHalf, full,
-                      rank ^ 1);
-        feed.bring();  // into the stage that all have just decoded
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(full);
+        constexpr int kTile = Shape::kHalf / Shape::kDecodeWarps;  // 16 rows of 128 bytes
+        copy_to_block(memory.weights + ring.stage * Shape::kWeights + half + warp * kTile, kTile,
+                      full, rank ^ 1);
       }
       ring.advance<Shape::kStages>();
     }
@@ -239,10 +244,13 @@ __global__ void __launch_bounds__(PrefillShape<kTileWords, kRows>::kThreads, 1)
   const int worker = static_cast<int>(blockIdx.x) / 2;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
-      barrier_init(memory.full + i, 2);  // the copies are under way; this block's half is there
+      barrier_init(memory.full + i, 1 + Shape::kDecodeWarps);  // copies have begun, tiles are there
       barrier_init(memory.empty + i, Shape::kMathWarps * 2);
     }
-    for (int i = 0; i < Shape::kPackedStages; ++i) barrier_init(memory.packed_full + i, 1);
+    for (int i = 0; i < Shape::kPackedStages; ++i) {
+      barrier_init(memory.packed_full + i, 1);
+      barrier_init(memory.packed_empty + i, Shape::kDecodeWarps);
+    }
     barrier_init_fence();
   }
   cluster_sync();
