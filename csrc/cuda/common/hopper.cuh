@@ -155,13 +155,15 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// An operand as rows of 128 bytes (64 FP16 along K) in atoms of eight rows, 16-byte pieces exchanged by the
-// 128-byte swizzle; atoms of neighbouring rows follow each other. `address` is that of the first atom,
-// in shared memory and in units of 16 bytes; two units on are the next 16 of K.
+// An operand as rows of kBytes bytes along K (128 or 64) in atoms of eight rows, with 16-byte pieces
+// exchanged: piece p of row r lies at p ^ r (128 bytes) or at p ^ r / 2 % 4 (64). Atoms of neighbouring
+// rows follow each other. `address` is that of the first atom, in shared memory and in units of 16
+// bytes; two units on are the next 16 of K.
+template <int kBytes>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  constexpr uint32_t kSwizzle128 = 1u << 30, kAtom = 1024 >> 4;
+  constexpr uint32_t kSwizzle = kBytes == 128 ? 1u << 30 : 2u << 30, kAtom = kBytes * 8 >> 4;
   uint64_t result;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle128 | kAtom));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle | kAtom));
   return result;
 }
 
