@@ -73,30 +73,14 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t b
       : "memory");
 }
 
-// From shared memory to the same address in block `rank` of the cluster; counts at its barrier.
-__device__ __forceinline__ void copy_to_block(const void* from, uint32_t bytes, uint64_t* barrier,
-                                              uint32_t rank) {
+// To the same address in every block of `blocks`, a bit each; counts at each one's barrier.
+__device__ __forceinline__ void copy_bulk_multicast(void* to, const void* from, uint32_t bytes,
+                                                    uint64_t* barrier, uint16_t blocks) {
   asm volatile(
-      "{.reg .b32 to, at;\n"
-      "mapa.shared::cluster.u32 to, %0, %3;\n"
-      "mapa.shared::cluster.u32 at, %2, %3;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, "
-      "[at];}" ::"r"(shared_address(from)),
-      "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(blocks)
       : "memory");
-}
-
-// What this thread wrote to shared memory becomes visible to bulk copies and wgmma.
-__device__ __forceinline__ void fence_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Four 8 x 8 matrices of 16-bit values, in the layout of MMA fragments; lane l gives the address of row
-// l % 8 of matrix l / 8, of 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&a)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
 }
 
 // ---- clusters ---------------------------------------------------------------------------------------
@@ -139,7 +123,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- wgmma: four warps, 64 rows of A, in their registers or in shared memory as B is -----------------------
+// ---- wgmma: four warps, 64 rows of A in their registers, B in shared memory -----------------------
 // Before the first of a group, and after registers of A or of the sums were written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -155,15 +139,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// An operand as rows of kBytes bytes along K (128 or 64) in atoms of eight rows, with 16-byte pieces
-// exchanged: piece p of row r lies at p ^ r (128 bytes) or at p ^ r / 2 % 4 (64). Atoms of neighbouring
-// rows follow each other. `address` is that of the first atom, in shared memory and in units of 16
-// bytes; two units on are the next 16 of K.
-template <int kBytes>
+// B as rows of 128 bytes (64 FP16 along K) in atoms of eight rows, 16-byte piece p of row r at p ^ r;
+// atoms of neighbouring rows follow each other. `address` is that of the first atom, in shared memory
+// and in units of 16 bytes; two units on are the next 16 of K.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  constexpr uint32_t kSwizzle = kBytes == 128 ? 1u << 30 : 2u << 30, kAtom = kBytes * 8 >> 4;
+  constexpr uint32_t kSwizzle128 = 1u << 30, kAtom = 1024 >> 4;
   uint64_t result;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle | kAtom));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle128 | kAtom));
   return result;
 }
 
@@ -172,8 +154,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
 template <int kRows>
 __device__ __forceinline__ void wgmma_f16(float (&d)[kRows / 2], const uint32_t (&a)[4],
                                           uint64_t b);
-template <int kRows>
-__device__ __forceinline__ void wgmma_f16(float (&d)[kRows / 2], uint64_t a, uint64_t b);
 
 // clang-format off
 template <>
@@ -203,21 +183,7 @@ __device__ __forceinline__ void wgmma_f16<128>(float (&d)[64], const uint32_t (&
 }
 
 template <>
-__device__ __forceinline__ void wgmma_f16<128>(float (&d)[64], uint64_t a, uint64_t b) {
-  asm volatile(
-      "{.reg .pred p; setp.eq.u32 p, 1, 1;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-      "}, %64, %65, p, 1, 1, 0, 0;}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_f16<256>(float (&d)[128], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma_f16<256>(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{.reg .pred p; setp.eq.u32 p, 1, 1;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
@@ -229,9 +195,9 @@ __device__ __forceinline__ void wgmma_f16<256>(float (&d)[128], uint64_t a, uint
       "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
       "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
       "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-      "}, %128, %129, p, 1, 1, 0, 0;}"
+      "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 // clang-format on
 

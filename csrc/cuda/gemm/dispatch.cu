@@ -9,8 +9,7 @@ bool can_run(Route route, const Gpu& gpu) {
 
 Route choose_route(const Gemm& g, const Gpu& gpu) {
   if (g.m <= kSmallMaximum || !can_run(Route::Wide64, gpu)) return Route::Small;
-  if (g.m <= 128) return g.m <= 64 ? Route::Wide64 : Route::Wide128;
-  return g.m <= 256 ? Route::Prefill128 : Route::Prefill256;
+  return g.m <= 64 ? Route::Wide64 : g.m <= 128 ? Route::Wide128 : Route::Wide256;
 }
 
 }  // namespace trellis::cuda

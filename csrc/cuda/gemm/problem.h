@@ -28,15 +28,7 @@ struct Gemm {
 
 // ---- the choice of kernels (gemm/dispatch.cu) -----------------------------------------------------
 // Numbers are what _trellis_gemm_route takes.
-enum class Route : int {
-  Automatic,
-  Small,
-  Wide64,
-  Wide128,
-  Prefill128,
-  Prefill256,
-  Last = Prefill256
-};
+enum class Route : int { Automatic, Small, Wide64, Wide128, Wide256, Last = Wide256 };
 
 struct Gpu {
   int capability;  // 90 for 9.0
@@ -61,17 +53,16 @@ int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
 
-// ---- many rows, on sm_90a (gemm/wide*, gemm/prefill*) -----------------------------------------------
-// How the product is cut into tiles, and those into steps of 64 inputs. A tile is two sums of 128
-// features by `rows` rows: the wide kernel's has two column blocks, the prefill kernel's two blocks of
-// rows. Workers take whole tiles in turn; what would not fill the last round evenly is cut into equal
-// stretches of steps instead. Where tiles are few, a worker of the wide kernel is a cluster of blocks that
-// take a slice of one tile's steps each.
+// ---- many rows, on sm_90a (gemm/wide*) -------------------------------------------------------------
+// How the product is cut into tiles of two column blocks (256 output features) by `rows` rows, and those
+// into steps of 64 inputs. A worker is a block, or a cluster of two blocks where rows are 256. Workers
+// take whole tiles in turn; what would not fill the last round evenly is cut into equal stretches of
+// steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of one tile's
+// steps each.
 struct TileSchedule {
-  int rows;       // of a block
-  int tile_rows;  // of a tile: as many, or twice that
-  int cluster;    // blocks of a worker
-  int slices;     // of a tile's steps; then the cluster has as many blocks
+  int rows;
+  int cluster;  // blocks of a worker
+  int slices;   // of a tile's steps; then the cluster has as many blocks
   int workers;
   int row_tiles, columns, steps;
   int band;    // row tiles that are worked on side by side, so that the cache serves them
@@ -87,7 +78,7 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
 // sum of a tile, 4 for each row and each column block of the rest.
 int64_t tile_scratch_bytes(const TileSchedule& schedule);
 
-cudaError_t launch_tiles(const Gemm& g, Route route, const TileSchedule& schedule, void* scratch,
-                         cudaStream_t stream);
+cudaError_t launch_wide(const Gemm& g, const TileSchedule& schedule, void* scratch,
+                        cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -1,13 +1,15 @@
-// y for 33 to 128 rows on Hopper: each weight is decoded once for all of them, straight into the
-// registers from which wgmma takes it.
+// y for more than 32 rows on Hopper: each weight is decoded once for a tile of 64, 128 or 256 rows,
+// straight into the registers from which wgmma takes it. No copy of the decoded matrix exists anywhere.
 //
 // Two launches. `rotate_rows` (rotate.cu) writes H(x * suh) in the swizzled atoms that wgmma reads. Then
-// blocks take tiles of two column blocks (128 output features, one Hadamard block, each) by kRows rows.
+// workers take tiles of two column blocks (128 output features, one Hadamard block, each) by kRows rows.
+// With up to 128 rows a worker is one block with four warpgroups; with 256 rows it is a cluster of two
+// blocks, each with two warpgroups and one of the column blocks, which share every load of x.
 //
 // Roles: the last warpgroup, of which one lane is busy, brings packed tiles and x, a step of 64 inputs
-// at a time, into a ring of stages by bulk copies; the other four decode and multiply. Weights are the A
+// at a time, into a ring of stages by bulk copies; the others decode and multiply. Weights are the A
 // operand: warp w of a warpgroup decodes one tile of 16 output features, and a lane's eight weights of a
-// tile are its own part of the fragment. While the tensor cores work on one or two k tiles, the warp
+// tile are its own part of the fragment. While the tensor cores work on some k tiles, the warp
 // decodes the next.
 //
 // What a tile's sums go through: where tiles are few, the blocks of a cluster take slices of one tile's
@@ -23,22 +25,24 @@ namespace trellis::cuda {
 
 template <int kTileWords, int kRows>
 struct WideShape {
-  static constexpr int kMathWarps = kBlocks * 8;
+  static constexpr int kCluster = kRows == 256 ? 2 : 1;
+  static constexpr int kColumnBlocks = kBlocks / kCluster;  // of one thread block
+  static constexpr int kMathWarps = kColumnBlocks * 8;
   static constexpr int kThreads = kMathWarps * 32 + 128;
-  // k tiles that a warp decodes while the tensor cores work on as many; the larger shape has no
-  // registers for two.
-  static constexpr int kGroup = kRows == 128 ? 1 : 2;
-  // The copying warpgroup gives its registers to the others; 60 Ki in all.
-  static constexpr int kCopyRegisters = 32, kMathRegisters = 112;
+  // k tiles that a warp decodes while the tensor cores work on as many: what registers allow.
+  static constexpr int kGroup = kRows == 256 ? 4 : kRows == 128 ? 1 : 2;
+  // The copying warpgroup gives its registers to the others.
+  static constexpr int kCopyRegisters = kRows == 256 ? 40 : 32;
+  static constexpr int kMathRegisters = kRows == 256 ? 232 : 112;
   // Shared memory in bytes: stages of x, stages of packed tiles, rows on their way out, barriers.
   static constexpr int kX = kRows * 128;
   static constexpr int kTileBytes = kTileWords * 2;
-  static constexpr int kKTile = kBlocks * 8 * kTileBytes;
+  static constexpr int kKTile = kColumnBlocks * 8 * kTileBytes;
   static constexpr int kPacked = kStepTiles * kKTile;
-  static constexpr int kOut = kBlocks * kOutRows * kOutStride * 4;
+  static constexpr int kOut = kColumnBlocks * kOutRows * kOutStride * 4;
   static constexpr int kFitting = (227 * 1024 - kOut - 256) / (kX + kPacked);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
-  static_assert(kStages * (kX + kPacked) >= kBlocks * kRows * kOutStride * 4,
+  static_assert(kCluster > 1 || kStages * (kX + kPacked) >= kBlocks * kRows * kOutStride * 4,
                 "the sums of a slice take the place of the stages");
   static constexpr int kBytes = kStages * (kX + kPacked) + kOut + 256;
 };
@@ -48,7 +52,7 @@ struct WideShape {
 // The copying warpgroup: one lane of it.
 template <int kTileWords, int kRows>
 __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const TileSchedule& schedule,
-                           int worker, int slice, char* x_stages, char* packed_stages,
+                           int worker, int slice, int rank, char* x_stages, char* packed_stages,
                            uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
@@ -58,9 +62,12 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
   while (walk.next()) {
     int row_tile, column;
     walk.locate(row_tile, column);
-    const int64_t first_tile = static_cast<int64_t>(column) * kBlocks * 8;
-    const uint32_t bytes = static_cast<uint32_t>(
-        min(static_cast<int64_t>(kBlocks * 8), g.out_tiles - first_tile) * Shape::kTileBytes);
+    const int64_t first_tile =
+        (static_cast<int64_t>(column) * kBlocks + rank * Shape::kColumnBlocks) * 8;
+    const int64_t tiles =
+        min(static_cast<int64_t>(Shape::kColumnBlocks * 8), g.out_tiles - first_tile);
+    const uint32_t bytes = tiles > 0 ? static_cast<uint32_t>(tiles) * Shape::kTileBytes : 0;
+
     const char* packed = reinterpret_cast<const char*>(g.trellis) + first_tile * Shape::kTileBytes +
                          static_cast<int64_t>(walk.first) * kStepTiles * row_bytes;
     const int64_t x_stride = static_cast<int64_t>(scratch.rotated.row_groups) * 1024;
@@ -72,13 +79,21 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
       const int k_tiles = static_cast<int>(min(
           static_cast<int64_t>(kStepTiles), g.in_tiles - static_cast<int64_t>(step) * kStepTiles));
       barrier_expect(here, Shape::kX + k_tiles * bytes);
-      for (int i = 0; i < k_tiles; ++i)
+      for (int i = 0; i < k_tiles && bytes > 0; ++i)
         copy_bulk(packed_stages + ring.stage * Shape::kPacked + i * Shape::kKTile,
                   packed + i * row_bytes, bytes, here);
       // The activations come from the launch in front; the weights above did not have to wait for it.
       if (!waited) wait_for_previous_kernel();
       waited = true;
-      copy_bulk(x_stages + ring.stage * Shape::kX, x, Shape::kX, here);
+      char* const to = x_stages + ring.stage * Shape::kX;
+      if constexpr (Shape::kCluster == 1) {
+        copy_bulk(to, x, Shape::kX, here);
+      } else {
+        constexpr int kPart = Shape::kX / Shape::kCluster;
+        copy_bulk_multicast(to + rank * kPart, x + rank * kPart, kPart, here,
+                            (1 << Shape::kCluster) - 1);
+      }
+
       packed += kStepTiles * row_bytes;
       x += x_stride;
       ring.advance<Shape::kStages>();
@@ -135,16 +150,22 @@ __device__ __forceinline__ void wide_gather(const Gemm& g, const TileScratch& sc
 template <int kTileWords, bool kMul1, int kRows>
 __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
                               const TileSchedule& schedule, const Hash& hash,
-                              const PowersOfTwo& powers, int worker, int slice, char* x_stages,
-                              const char* packed_stages, float* out, int* flags, uint64_t* full,
-                              uint64_t* empty) {
+                              const PowersOfTwo& powers, int worker, int slice, int rank,
+                              char* x_stages, const char* packed_stages, float* out, int* flags,
+                              uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32, lane = hold(threadIdx.x % 32);
-  const int in_tile = warp / 8;  // which of the tile's column blocks
+  const int in_block = warp / 8;  // which of the block's column blocks, and of the tile's
+  const int in_tile = rank * Shape::kColumnBlocks + in_block;
+
   const Window<kTileWords> window(lane);
   const auto release = [&](int stage) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage);
+    if constexpr (Shape::kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty + stage);
+    } else {
+      if (lane < Shape::kCluster) barrier_arrive_at(empty + stage, lane);
+    }
   };
   const uint32_t packed_at = hold(shared_address(packed_stages) + warp * Shape::kTileBytes);
   const uint32_t x_at = hold(shared_address(x_stages) / 16);
@@ -177,7 +198,7 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < Shape::kGroup; ++i)  // 16 inputs are 32 bytes, in units of 16
-          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor<128>(x + (first + i) * 2));
+          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor(x + (first + i) * 2));
         wgmma_commit();
         wgmma_wait<1>();
         if (first == 0 && before >= 0) release(before);
@@ -187,7 +208,7 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
     }
     wgmma_wait<0>();
     release(before);
-    if (schedule.slices > 1) {
+    if (Shape::kCluster == 1 && schedule.slices > 1) {
       wide_leave<kTileWords, kRows>(sums, reinterpret_cast<float*>(x_stages));
       return;
     }
@@ -196,12 +217,13 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
     walk.locate(row_tile, column);
     const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_tile;
     if (column_block * 8 >= g.out_tiles) continue;
-    const int barrier = 1 + in_tile;
+    const int barrier = 1 + in_block;
+
     if (walk.last - walk.first < schedule.steps &&
-        !meet<kRows>(scratch, schedule, walk, in_tile, barrier, flags + in_tile, sums))
+        !meet<kRows>(scratch, schedule, walk, in_tile, barrier, flags + in_block, sums))
       continue;
     finish_tile<kRows>(g, sums, scratch.rotated.row_scales, static_cast<int64_t>(row_tile) * kRows,
-                       column_block, out + in_tile * kOutRows * kOutStride, barrier);
+                       column_block, out + in_block * kOutRows * kOutStride, barrier);
   }
 }
 
@@ -220,35 +242,41 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
   uint64_t* const empty = full + Shape::kStages;
   int* const flags = reinterpret_cast<int*>(empty + Shape::kStages);
 
-  const int slice = static_cast<int>(cluster_rank());
-  const int worker = static_cast<int>(blockIdx.x) / schedule.slices;
+  const int in_cluster = static_cast<int>(cluster_rank());
+  const int rank = Shape::kCluster == 1 ? 0 : in_cluster;
+  const int slice = Shape::kCluster == 1 ? in_cluster : 0;
+  const int worker = static_cast<int>(blockIdx.x) / schedule.cluster;
+
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(full + i, 1);
-      barrier_init(empty + i, Shape::kMathWarps);
+      barrier_init(empty + i, Shape::kMathWarps * Shape::kCluster);
     }
     barrier_init_fence();
   }
   __syncthreads();
+  if constexpr (Shape::kCluster > 1) cluster_sync();
 
   if (threadIdx.x / 32 >= Shape::kMathWarps) {
     give_registers<Shape::kCopyRegisters>();
     if (threadIdx.x == Shape::kMathWarps * 32)
-      wide_bring<kTileWords, kRows>(g, scratch, schedule, worker, slice, x_stages, packed_stages,
-                                    full, empty);
+      wide_bring<kTileWords, kRows>(g, scratch, schedule, worker, slice, rank, x_stages,
+                                    packed_stages, full, empty);
   } else {
     take_registers<Shape::kMathRegisters>();
-    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, slice,
+    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, slice, rank,
                                             x_stages, packed_stages, out, flags, full, empty);
   }
   __syncwarp();
-  if (schedule.slices == 1) return;
-  cluster_sync();
-  if (threadIdx.x / 32 < Shape::kMathWarps)
-    wide_gather<kTileWords, kRows>(g, scratch, schedule, worker, slice,
-                                   reinterpret_cast<const float*>(x_stages));
-  __syncwarp();
-  cluster_sync();  // a block's memory must outlive what its neighbours read there
+  if constexpr (Shape::kCluster == 1) {
+    if (schedule.slices == 1) return;
+    cluster_sync();
+    if (threadIdx.x / 32 < Shape::kMathWarps)
+      wide_gather<kTileWords, kRows>(g, scratch, schedule, worker, slice,
+                                     reinterpret_cast<const float*>(x_stages));
+    __syncwarp();
+  }
+  cluster_sync();  // a block's memory must outlive what its neighbours send there or read
 #endif
 }
 

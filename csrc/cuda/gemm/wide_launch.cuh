@@ -19,9 +19,14 @@ cudaError_t launch_wide_kernel(const Gemm& g, const TileScratch& scratch,
 template <int kTileWords, bool kMul1>
 cudaError_t launch_wide_rows(const Gemm& g, const TileScratch& scratch,
                              const TileSchedule& schedule, cudaStream_t stream) {
-  return schedule.rows == 64
-             ? launch_wide_kernel<kTileWords, kMul1, 64>(g, scratch, schedule, stream)
-             : launch_wide_kernel<kTileWords, kMul1, 128>(g, scratch, schedule, stream);
+  switch (schedule.rows) {
+    case 64:
+      return launch_wide_kernel<kTileWords, kMul1, 64>(g, scratch, schedule, stream);
+    case 128:
+      return launch_wide_kernel<kTileWords, kMul1, 128>(g, scratch, schedule, stream);
+    default:
+      return launch_wide_kernel<kTileWords, kMul1, 256>(g, scratch, schedule, stream);
+  }
 }
 
 template <int kTileWords>

@@ -1,17 +1,14 @@
-// The host side of the routes for many rows: how the product is cut, what scratch that takes, the two
+// The wide route's host side: how the product is cut, what scratch that takes, the two
 // launches.
 #include <algorithm>
 
 #include "launch.cuh"
-#include "prefill.cuh"
 #include "wide.cuh"
 
 namespace trellis::cuda {
 namespace {
 
 constexpr int64_t kBand = 2048;  // rows that are worked on side by side
-
-bool is_prefill(Route route) { return route == Route::Prefill128 || route == Route::Prefill256; }
 
 int64_t parts_of(const TileSchedule& s) {
   if (s.rest == 0 || s.share % s.steps == 0) return 0;  // every piece is a whole tile
@@ -34,7 +31,7 @@ int best_slices(int64_t tiles, int64_t steps, int sm_count) {
 TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
   TileScratch scratch = {};
   Rotated& rotated = scratch.rotated;
-  const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.tile_rows;
+  const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.rows;
   rotated.row_groups = static_cast<int>(rows / 8);
   rotated.counters = static_cast<int64_t>(s.rest) * kBlocks;
   // Blocks of 128 inputs, as they are rotated.
@@ -48,22 +45,20 @@ TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
 }  // namespace
 
 TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t share) {
-  const bool prefill = is_prefill(route);
   TileSchedule s = {};
-  s.rows = route == Route::Wide64 ? 64 : route == Route::Prefill256 ? 256 : 128;
-  s.tile_rows = prefill ? s.rows * kBlocks : s.rows;
+  s.rows = route == Route::Wide64 ? 64 : route == Route::Wide128 ? 128 : 256;
   s.slices = 1;
-  s.row_tiles = static_cast<int>((g.m + s.tile_rows - 1) / s.tile_rows);
-  const int64_t out_tiles = prefill ? 8 : kBlocks * 8;
-  s.columns = static_cast<int>((g.out_tiles + out_tiles - 1) / out_tiles);
+  s.row_tiles = static_cast<int>((g.m + s.rows - 1) / s.rows);
+  constexpr int64_t kTileTiles = kBlocks * 8;
+  s.columns = static_cast<int>((g.out_tiles + kTileTiles - 1) / kTileTiles);
   s.steps = static_cast<int>((g.in_tiles + kStepTiles - 1) / kStepTiles);
-  s.band = static_cast<int>(std::min<int64_t>(kBand / s.tile_rows, s.row_tiles));
+  s.band = static_cast<int>(std::min<int64_t>(kBand / s.rows, s.row_tiles));
   const int64_t tiles = static_cast<int64_t>(s.row_tiles) * s.columns;
-  if (share <= 0 && !prefill) {
+  if (share <= 0 && s.rows <= 128) {
     s.slices = share < 0 ? static_cast<int>(-share) : best_slices(tiles, s.steps, sm_count);
     s.slices = std::min(s.slices, s.steps);
   }
-  s.cluster = prefill ? 2 : s.slices;
+  s.cluster = s.rows == 256 ? 2 : s.slices;
   if (s.slices > 1) {
     s.rounds = 1;
     s.workers = static_cast<int>(tiles);
@@ -87,18 +82,16 @@ int64_t tile_scratch_bytes(const TileSchedule& schedule) {
   return arena.bytes();
 }
 
-cudaError_t launch_tiles(const Gemm& g, Route route, const TileSchedule& schedule, void* memory,
-                         cudaStream_t stream) {
+cudaError_t launch_wide(const Gemm& g, const TileSchedule& schedule, void* memory,
+                        cudaStream_t stream) {
   Arena arena(memory);
   const TileScratch scratch = take_scratch(schedule, arena);
   const cudaError_t error =
       launch_rotate(g, scratch.rotated, Operand::kSwizzled,
-                    static_cast<int64_t>(schedule.row_tiles) * schedule.tile_rows, stream);
+                    static_cast<int64_t>(schedule.row_tiles) * schedule.rows, stream);
   if (error != cudaSuccess) return error;
   return with_rate(g.tile_words, [&](auto tile_words) {
-    constexpr int kTileWords = tile_words.value;
-    return is_prefill(route) ? launch_prefill_rate<kTileWords>(g, scratch, schedule, stream)
-                             : launch_wide_rate<kTileWords>(g, scratch, schedule, stream);
+    return launch_wide_rate<tile_words.value>(g, scratch, schedule, stream);
   });
 }
 

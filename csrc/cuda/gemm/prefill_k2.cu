@@ -1,6 +1,0 @@
-#include "prefill_launch.cuh"
-
-namespace trellis::cuda {
-template cudaError_t launch_prefill_rate<32>(const Gemm&, const TileScratch&, const TileSchedule&,
-                                             cudaStream_t);
-}  // namespace trellis::cuda
