@@ -16,30 +16,40 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Four neighbours of a row of x * factor * suh (or of x * factor), zero beyond the row's end.
-__device__ __forceinline__ void load_scaled(const Gemm& g, int64_t row, int64_t feature,
-                                            float factor, float (&v)[4]) {
-  load_four(g.x, g.x_dtype, row * g.in_columns, g.in_columns, feature, v);
+// A row of activations and the scales of its elements.
+struct Input {
+  Row x, suh;
+  bool scaled;
+
+  __device__ Input(const Gemm& g, int64_t row)
+      : x(g.x, g.x_dtype, row, g.in_columns),
+        suh(g.suh, DType::Half, 0, g.in_tiles * 16),
+        scaled(g.suh != nullptr) {}
+
+  // Four neighbours of x * factor * suh (or of x * factor), zero beyond the row's end.
+  __device__ __forceinline__ void load(int first, float factor, float (&v)[4]) const {
+    x.load(first, v);
 #pragma unroll
-  for (float& value : v) value *= factor;
-  if (g.suh == nullptr) return;
-  float scale[4];
-  load_four(g.suh, DType::Half, 0, g.in_tiles * 16, feature, scale);
+    for (float& value : v) value *= factor;
+    if (!scaled) return;
+    float scale[4];
+    suh.load(first, scale);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] *= scale[i];
-}
+    for (int i = 0; i < 4; ++i) v[i] *= scale[i];
+  }
+};
 
 // A power of two near the largest magnitude of x * suh in a row: whatever the activations are, what
 // is left fits FP16 and float32 holds every sum.
-__device__ float row_scale(const Gemm& g, int64_t row, int64_t blocks) {
+__device__ float row_scale(const Input& input, int blocks) {
   __shared__ float largest[32];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float most = 0.0f;
 #pragma unroll 4
-  for (int64_t block = warp; block < blocks; block += warps) {
+  for (int block = warp; block < blocks; block += warps) {
     float v[4];
     // x * suh itself may overflow; x * suh / 2^16 cannot.
-    load_scaled(g, row, block * 128 + lane * 4, 0x1p-16f, v);
+    input.load(block * 128 + lane * 4, 0x1p-16f, v);
 #pragma unroll
     for (const float value : v) most = fmaxf(most, fabsf(value));
   }
@@ -55,7 +65,7 @@ __device__ float row_scale(const Gemm& g, int64_t row, int64_t blocks) {
 __device__ void write_integers(const Rotated& to, Operand operand, int row, bool real,
                                int64_t block, const float (&v)[4]) {
   const int lane = threadIdx.x % 32;
-  const int64_t k_tile = block * 8 + lane / 4;
+  const int64_t k_tile = static_cast<int64_t>(block) * 8 + lane / 4;
   const float largest =
       warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
   const float scale = largest > 0.0f && !isinf(largest) ? largest / kLargestInteger : 1.0f;
@@ -91,13 +101,13 @@ __device__ void write_integers(const Rotated& to, Operand operand, int row, bool
   }
 }
 
-__device__ void rotate_block(const Gemm& g, const Rotated& to, Operand operand, int64_t row,
-                             int64_t block, float inverse) {
+// `real`: whether there is such a row.
+__device__ void rotate_block(const Input& input, const Rotated& to, Operand operand, int64_t row,
+                             bool real, int block, float inverse) {
   const int lane = threadIdx.x % 32;
-  const bool real = row < g.m;
   float v[4] = {};
-  if (real) load_scaled(g, row, block * 128 + lane * 4, inverse, v);
-  if (g.suh != nullptr) {
+  if (real) input.load(block * 128 + lane * 4, inverse, v);
+  if (input.scaled) {
     warp_hadamard(v, lane);
 #pragma unroll
     for (float& value : v) value *= kHadamardScale;
@@ -109,7 +119,7 @@ __device__ void rotate_block(const Gemm& g, const Rotated& to, Operand operand, 
   const __half2 first = __floats2half2_rn(v[0], v[1]), second = __floats2half2_rn(v[2], v[3]);
   if (operand == Operand::kSwizzled) {
     // 16-byte piece p of row r of an atom lies at piece p ^ r.
-    const int64_t atom = (block * 2 + lane / 16) * to.row_groups + row / 8;
+    const int64_t atom = static_cast<int64_t>(block * 2 + lane / 16) * to.row_groups + row / 8;
     const int within = static_cast<int>(row % 8), piece = lane % 16 / 2 ^ within;
     char* const at = reinterpret_cast<char*>(to.x) + atom * 1024 + within * 128 + piece * 16;
     *reinterpret_cast<uint2*>(at + lane % 2 * 8) =
@@ -118,7 +128,7 @@ __device__ void rotate_block(const Gemm& g, const Rotated& to, Operand operand, 
   }
   // Inputs 4l .. 4l+3 of the block are k, k+1 | k+2, k+3 of a tile: two lanes' pairs. Fragments go on
   // to the end of the last block.
-  const int64_t k_tile = block * 8 + lane / 4;
+  const int64_t k_tile = static_cast<int64_t>(block) * 8 + lane / 4;
   __half2* const tile = reinterpret_cast<__half2*>(to.x) + (k_tile * to.row_groups + row / 8) * 64;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
@@ -133,14 +143,16 @@ __global__ void __launch_bounds__(1024)
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const int warps = blockDim.x / 32;
-  const int64_t blocks = (g.in_tiles + 7) / 8;
-  const float scale = row < g.m ? row_scale(g, row, blocks) : 1.0f;
+  const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
+  const bool real = row < g.m;
+  const Input input(g, row);
+  const float scale = real ? row_scale(input, blocks) : 1.0f;
   if (threadIdx.x == 0) to.row_scales[row] = scale;
   for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     to.arrived[i] = 0;
-  for (int64_t block = threadIdx.x / 32; block < blocks; block += warps)
-    rotate_block(g, to, operand, row, block, 1.0f / scale);
+  for (int block = threadIdx.x / 32; block < blocks; block += warps)
+    rotate_block(input, to, operand, row, real, block, 1.0f / scale);
 }
 
 }  // namespace

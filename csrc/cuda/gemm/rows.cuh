@@ -50,20 +50,33 @@ __device__ __forceinline__ void store_pair(void* p, DType dtype, int64_t i, floa
   }
 }
 
-// Elements first .. first+3 of the `size` elements from `start` on, first a multiple of four; zeros
-// beyond the end.
-__device__ __forceinline__ void load_four(const void* p, DType dtype, int64_t start, int64_t size,
-                                          int64_t first, float (&v)[4]) {
-  const int64_t i = start + first;
-  const int bytes = dtype == DType::Float ? 4 : 2;
-  const char* const at = static_cast<const char*>(p) + i * bytes;
-  if (first + 4 <= size && reinterpret_cast<uintptr_t>(at) % (4 * bytes) == 0) {
+// A row of `size` elements of any dtype, four neighbours at a time.
+struct Row {
+  const char* p;
+  DType dtype;
+  int size;
+  bool aligned;  // so that four elements are one load
+
+  __device__ Row(const void* start, DType dtype_, int64_t row, int64_t size_)
+      : p(static_cast<const char*>(start) + row * size_ * (dtype_ == DType::Float ? 4 : 2)),
+        dtype(dtype_),
+        size(static_cast<int>(size_)),
+        aligned(reinterpret_cast<uintptr_t>(p) % (dtype_ == DType::Float ? 16 : 8) == 0) {}
+
+  // Elements first .. first+3, first a multiple of four; zeros beyond the end.
+  __device__ __forceinline__ void load(int first, float (&v)[4]) const {
+    if (!aligned || first + 4 > size) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        v[j] = first + j < size ? load_as_float(p, dtype, first + j) : 0.0f;
+      return;
+    }
     if (dtype == DType::Float) {
-      const float4 four = *reinterpret_cast<const float4*>(at);
+      const float4 four = reinterpret_cast<const float4*>(p)[first / 4];
       v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
       return;
     }
-    const uint2 four = *reinterpret_cast<const uint2*>(at);
+    const uint2 four = reinterpret_cast<const uint2*>(p)[first / 4];
     float2 low, high;
     if (dtype == DType::Half) {
       low = __half22float2(reinterpret_cast<const __half2&>(four.x));
@@ -73,11 +86,8 @@ __device__ __forceinline__ void load_four(const void* p, DType dtype, int64_t st
       high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(four.y));
     }
     v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-    return;
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) v[j] = first + j < size ? load_as_float(p, dtype, i + j) : 0.0f;
-}
+};
 
 // A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
 __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
@@ -85,11 +95,9 @@ __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
   v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
 #pragma unroll
   for (int stride = 1; stride < 32; stride *= 2) {
+    const float sign = lane & stride ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride);
-      v[i] = (lane & stride) ? other - v[i] : v[i] + other;
-    }
+    for (int i = 0; i < 4; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFFu, v[i], stride));
   }
 }
 
@@ -101,7 +109,7 @@ __device__ __forceinline__ void finish_row(const Gemm& g, float (&z)[4], int64_t
   feature += lane * 4;
   float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   if (g.svh != nullptr) {
-    load_four(g.svh, DType::Half, 0, g.out_tiles * 16, feature, scale);
+    Row(g.svh, DType::Half, 0, g.out_tiles * 16).load(static_cast<int>(feature), scale);
     warp_hadamard(z, lane);
   }
 #pragma unroll

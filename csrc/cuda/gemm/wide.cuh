@@ -30,7 +30,8 @@ struct WideShape {
   static constexpr int kMathWarps = kColumnBlocks * 8;
   static constexpr int kThreads = kMathWarps * 32 + 128;
   // k tiles that a warp decodes while the tensor cores work on as many: what registers allow.
-  static constexpr int kGroup = kRows == 256 ? 4 : kRows == 128 ? 1 : 2;
+  static constexpr int kGroup = kRows == 128 ? 1 : 2;
+  static_assert(kStepTiles / kGroup % 2 == 0, "the two halves take turns, also from step to step");
   // The copying warpgroup gives its registers to the others.
   static constexpr int kCopyRegisters = kRows == 256 ? 40 : 32;
   static constexpr int kMathRegisters = kRows == 256 ? 232 : 112;
