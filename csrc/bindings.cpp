@@ -62,14 +62,10 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
   kept.push_back(torch::stable::contiguous(x));
   const Tensor& rows = kept.back();
-  std::vector<int64_t> shape;
-  int64_t count = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
-    shape.push_back(x.size(i));
-    count *= x.size(i);
-  }
-  shape.push_back(out_features);
+  std::vector<int64_t> shape = trellis::checks::sizes_of(x);
+  shape.back() = out_features;
   Tensor out = torch::stable::new_empty(x, shape, out_dtype);
+  const int64_t count = x.numel() / x.size(x.dim() - 1);
   if (count == 0) return out;
   Tensor scratch =
       torch::stable::new_empty(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
@@ -85,11 +81,7 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
 
 Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
                   int64_t codebook, ScalarType dtype) {
-  const char* op = "dequantize";
-  trellis::checks::trellis(op, packed, codebook);
-  trellis::checks::scale(op, "suh", suh, packed, 0);
-  trellis::checks::scale(op, "svh", svh, packed, 1);
-  trellis::checks::out_dtype(op, "dtype", dtype);
+  trellis::checks::dequantize("dequantize", packed, suh, svh, codebook, dtype);
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
   Tensor out = torch::stable::new_empty(packed, {w.in_features(), w.out_features()}, dtype);
@@ -98,15 +90,9 @@ Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor
 }
 
 Tensor hadamard_128(Tensor x) {
-  const char* op = "hadamard_128";
-  trellis::checks::activation_dtype(op, "x", x);
-  const bool whole = x.dim() >= 1 && x.size(x.dim() - 1) % 128 == 0;
-  TRELLIS_CHECK(whole, op, ": x has shape ", trellis::checks::shape_of(x),
-                ", expected a last dimension that is a multiple of 128");
+  trellis::checks::hadamard("hadamard_128", x);
   const Tensor rows = torch::stable::contiguous(x);
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
-  Tensor out = torch::stable::new_empty(x, shape, x.scalar_type());
+  Tensor out = torch::stable::new_empty(x, trellis::checks::sizes_of(x), x.scalar_type());
   trellis::hadamard_blocks(rows.const_data_ptr(), out.mutable_data_ptr(), dtype_of(x.scalar_type()),
                            x.numel() / 128);
   return out;

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 // Like STD_TORCH_CHECK, which would put the name of a C++ function and a line before the words.
 // The parts of the message are evaluated only if it is needed.
@@ -188,6 +189,27 @@ inline void gemm(const char* op, const Tensor& x, const Tensor& packed,
   out_features(op, features, packed);
   bias(op, added, features, x, packed);
   out_dtype(op, "out_dtype", dtype);
+}
+
+inline void dequantize(const char* op, const Tensor& packed, const std::optional<Tensor>& suh,
+                       const std::optional<Tensor>& svh, int64_t codebook, ScalarType dtype) {
+  trellis(op, packed, codebook);
+  scale(op, "suh", suh, packed, 0);
+  scale(op, "svh", svh, packed, 1);
+  out_dtype(op, "dtype", dtype);
+}
+
+inline void hadamard(const char* op, const Tensor& x) {
+  activation_dtype(op, "x", x);
+  const bool whole = x.dim() >= 1 && x.size(x.dim() - 1) % 128 == 0;
+  TRELLIS_CHECK(whole, op, ": x has shape ", shape_of(x),
+                ", expected a last dimension that is a multiple of 128");
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& x) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < x.dim(); ++i) sizes.push_back(x.size(i));
+  return sizes;
 }
 
 }  // namespace trellis::checks

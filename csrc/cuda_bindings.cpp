@@ -15,6 +15,7 @@
 
 #include "checks.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/plain/plain.h"
 
 namespace {
 
@@ -97,14 +98,10 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   };
   const Tensor rows = torch::stable::contiguous(x), weights = aligned(packed);
   const Tensor in_scale = contiguous(suh), out_scale = contiguous(svh), added = contiguous(bias);
-  std::vector<int64_t> shape;
-  int64_t count = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
-    shape.push_back(x.size(i));
-    count *= x.size(i);
-  }
-  shape.push_back(out_features);
+  std::vector<int64_t> shape = trellis::checks::sizes_of(x);
+  shape.back() = out_features;
   Tensor y = torch::stable::new_empty(x, shape, out_dtype);
+  const int64_t count = x.numel() / x.size(x.dim() - 1);
   if (count == 0) return y;
 
   trellis::cuda::Gemm g = {};
@@ -166,12 +163,51 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
   return trellis_gemm_route(x, packed, suh, svh, bias, codebook, out_features, out_dtype, 0, 0);
 }
 
+Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                  int64_t codebook, ScalarType dtype) {
+  const char* op = "dequantize";
+  trellis::checks::dequantize(op, packed, suh, svh, codebook, dtype);
+  const torch::stable::accelerator::DeviceGuard guard(packed.get_device_index());
+  const Tensor weights = aligned(packed);
+  const Tensor in_scale = suh ? torch::stable::contiguous(*suh) : Tensor();
+  const Tensor out_scale = svh ? torch::stable::contiguous(*svh) : Tensor();
+  Tensor out = torch::stable::new_empty(packed, {packed.size(0) * 16, packed.size(1) * 16}, dtype);
+  if (out.numel() == 0) return out;
+  trellis::cuda::Gemm g = {};
+  g.trellis = static_cast<const uint32_t*>(weights.const_data_ptr());
+  g.in_tiles = packed.size(0);
+  g.out_tiles = packed.size(1);
+  g.tile_words = static_cast<int>(packed.size(2));
+  g.codebook = static_cast<int>(codebook);
+  g.suh = suh ? in_scale.const_data_ptr() : nullptr;
+  g.svh = svh ? out_scale.const_data_ptr() : nullptr;
+  g.y = out.mutable_data_ptr();
+  g.y_dtype = dtype_of(dtype);
+  g.out_columns = packed.size(1) * 16;
+  check_launch(op, trellis::cuda::launch_dequantize(g, current_stream(packed.get_device_index())));
+  return out;
+}
+
+Tensor hadamard_128(Tensor x) {
+  const char* op = "hadamard_128";
+  trellis::checks::hadamard(op, x);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor rows = torch::stable::contiguous(x);
+  Tensor out = torch::stable::new_empty(rows, trellis::checks::sizes_of(x), x.scalar_type());
+  check_launch(op, trellis::cuda::launch_hadamard(rows.const_data_ptr(), out.mutable_data_ptr(),
+                                                  dtype_of(x.scalar_type()), x.numel() / 128,
+                                                  current_stream(x.get_device_index())));
+  return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CUDA, m) {
   m.impl("trellis_gemm", TORCH_BOX(&trellis_gemm));
   m.impl("_trellis_gemm_route", TORCH_BOX(&trellis_gemm_route));
   m.impl("trellis_gemm_inference", TORCH_BOX(&trellis_gemm));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("hadamard_128", TORCH_BOX(&hadamard_128));
 }
 
 #endif  // TRELLIS_CUDA

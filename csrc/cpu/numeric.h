@@ -1,27 +1,33 @@
-// 16-bit floats as bit patterns, converted with round to nearest even, on any compiler.
+// 16-bit floats as bit patterns, converted with round to nearest even, on any compiler and device.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#ifdef __CUDACC__
+#define TRELLIS_ANYWHERE __host__ __device__
+#else
+#define TRELLIS_ANYWHERE
+#endif
 
 namespace trellis {
 
 // The activation dtypes, as the bindings pass them to kernels.
 enum class DType { Half, BFloat16, Float };
 
-inline float float_from_bits(uint32_t bits) {
+TRELLIS_ANYWHERE inline float float_from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-inline uint32_t bits_from_float(float value) {
+TRELLIS_ANYWHERE inline uint32_t bits_from_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
 
-inline float float_from_half(uint16_t half) {
+TRELLIS_ANYWHERE inline float float_from_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7FFFu;
   if (magnitude >= 0x7C00u) return float_from_bits(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
@@ -31,7 +37,7 @@ inline float float_from_half(uint16_t half) {
   return float_from_bits(sign | bits_from_float(static_cast<float>(magnitude) * 0x1p-24f));
 }
 
-inline uint16_t half_from_float(float value) {
+TRELLIS_ANYWHERE inline uint16_t half_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -46,17 +52,17 @@ inline uint16_t half_from_float(float value) {
   return sign | static_cast<uint16_t>((magnitude - 0x38000000u) >> 13);
 }
 
-inline float float_from_bfloat16(uint16_t value) {
+TRELLIS_ANYWHERE inline float float_from_bfloat16(uint16_t value) {
   return float_from_bits(static_cast<uint32_t>(value) << 16);
 }
 
-inline uint16_t bfloat16_from_float(float value) {
+TRELLIS_ANYWHERE inline uint16_t bfloat16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-inline float load(const void* data, int64_t index, DType dtype) {
+TRELLIS_ANYWHERE inline float load(const void* data, int64_t index, DType dtype) {
   switch (dtype) {
     case DType::Half:
       return float_from_half(static_cast<const uint16_t*>(data)[index]);
@@ -67,7 +73,7 @@ inline float load(const void* data, int64_t index, DType dtype) {
   }
 }
 
-inline void store(void* data, int64_t index, DType dtype, float value) {
+TRELLIS_ANYWHERE inline void store(void* data, int64_t index, DType dtype, float value) {
   switch (dtype) {
     case DType::Half:
       static_cast<uint16_t*>(data)[index] = half_from_float(value);

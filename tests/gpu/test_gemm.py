@@ -16,6 +16,17 @@ import trellis_ops
 FORCED = torch.ops.trellis_ops._trellis_gemm_route
 
 
+# As in csrc/cuda/gemm/problem.h: what each route takes at most, and shares that cut its work anyhow
+# (negative: slices of a tile by the blocks of a cluster).
+SMALL, WIDE_64, WIDE_128, WIDE_256 = 1, 2, 3, 4
+SHARES = {
+    SMALL: (1, 2, 3, 7, 17, 18, 19, 40, 1000),
+    WIDE_64: (1, 2, 3, 5, 9, 17, 18, 19, 1000, -1, -2, -4, -8),
+    WIDE_128: (1, 2, 3, 5, 9, 17, 18, 19, 1000, -1, -2, -4, -8),
+    WIDE_256: (1, 2, 3, 5, 9, 17, 18, 19, 1000),
+}
+
+
 def on_gpu(layer):
     return layer.trellis.cuda(), layer.suh.cuda(), layer.svh.cuda()
 
@@ -40,32 +51,117 @@ def test_every_m_meets_the_bound(codebook, bits):
             assert y.dtype == dtype and worst_row(y, want[:m]) <= BOUNDS[dtype], m
 
 
-@pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 32, 33])
+@pytest.mark.parametrize("route", SHARES)
+@pytest.mark.parametrize(("codebook", "bits"), [c for c in CASES if "sqg" not in c[0]])
+def test_every_route_meets_the_bound(codebook, bits, route):
+    layer = make_layer(codebook, bits, rows=640, columns=384)
+    parts = on_gpu(layer)
+    x = torch.randn(130, 640, device="cuda").half()
+    want = x.double() @ torch.from_numpy(layer.weight()).cuda()
+    for m in (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 130):
+        y = FORCED(x[:m], *parts, None, layer.code, 384, torch.float32, route, 0)
+        assert worst_row(y, want[:m]) <= BOUNDS[torch.float32], m
+
+
+@pytest.mark.parametrize("m", [1, 4, 5, 9, 17, 33, 64, 129, 300])
+@pytest.mark.parametrize("route", SHARES)
 @pytest.mark.parametrize(
     ("codebook", "bits"), [("mcg", 3), ("3inst", 8), ("mul1", 4), ("mul1", 2.5)]
 )
-def test_every_split_meets_the_bound(codebook, bits, m):
-    """Stretches of any length: one block for all, one for each group of tiles, any between."""
-    layer = make_layer(codebook, bits, rows=1152, columns=512)
+def test_every_cut_meets_the_bound(codebook, bits, route, m):
+    """Stretches of any length: one worker for all, one for each piece, any between; and slices."""
+    layer = make_layer(codebook, bits, rows=1152, columns=640)
     x = torch.randn(m, 1100, device="cuda").half()
-    want = x.double() @ torch.from_numpy(layer.weight()[:1100, :450]).cuda()
-    bias = torch.randn(450, device="cuda")
-    for share in (1, 2, 3, 7, 17, 18, 19, 40, 1000):
-        y = FORCED(x, *on_gpu(layer), bias, layer.code, 450, torch.float32, 0, share)
+    want = x.double() @ torch.from_numpy(layer.weight()[:1100, :550]).cuda()
+    bias = torch.randn(550, device="cuda")
+    for share in SHARES[route]:
+        y = FORCED(x, *on_gpu(layer), bias, layer.code, 550, torch.float32, route, share)
         assert worst_row(y, want + bias.double()) <= BOUNDS[torch.float32], share
+        again = FORCED(x, *on_gpu(layer), bias, layer.code, 550, torch.float32, route, share)
+        assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("m", [128, 129, 192, 256, 257, 512, 513, 1000])
+def test_many_rows(m):
+    layer = make_layer("mcg", 4, rows=2048, columns=1152)
+    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    want = x.double() @ torch.from_numpy(layer.weight()).cuda()
+    y = trellis_ops.trellis_gemm(x, *on_gpu(layer), codebook="mcg")
+    assert worst_row(y, want) <= BOUNDS[torch.bfloat16]
+
+
+def test_the_longest_sums():
+    layer = make_layer("mul1", 2, rows=28672, columns=256)
+    weight = torch.from_numpy(layer.weight()).cuda()
+    for m, route in ((1, SMALL), (8, SMALL), (32, SMALL), (64, WIDE_64), (300, WIDE_256)):
+        x = torch.randn(m, 28672, device="cuda").half()
+        y = FORCED(x, *on_gpu(layer), None, layer.code, 256, torch.float32, route, 0)
+        assert worst_row(y, x.double() @ weight) <= BOUNDS[torch.float32]
+
+
+def test_offsets_beyond_two_to_the_31():
+    """y has more than 2^31 elements, and so has the input of a layer with few outputs."""
+    layer = make_layer("mul1", 2, rows=128, columns=49152)
+    parts = on_gpu(layer)
+    m = 2**31 // 49152 + 300
+    x = torch.randn(m, 128, device="cuda").half()
+    y = trellis_ops.trellis_gemm(x, *parts, codebook="mul1")
+    weight = torch.from_numpy(layer.weight()).cuda()
+    rows = [0, 1, m // 2, m - 301, m - 2, m - 1]
+    assert worst_row(y[rows], x[rows].double() @ weight) <= BOUNDS[torch.float16]
+    del y
+
+    layer = make_layer("mcg", 2, rows=49152, columns=128)
+    x = torch.zeros(m, 49152, device="cuda", dtype=torch.float16)
+    x[rows] = torch.randn(len(rows), 49152, device="cuda").half()
+    y = trellis_ops.trellis_gemm(x, *on_gpu(layer), codebook="mcg")
+    want = x[rows].double() @ torch.from_numpy(layer.weight()).cuda()
+    assert worst_row(y[rows], want) <= BOUNDS[torch.float16]
+    assert not y[2 : m // 2].any()
+
+
+def test_packed_words_beyond_two_to_the_31():
+    """The last column block of a matrix of 2.2e9 packed words."""
+    in_tiles, out_tiles = 16, 16 * 1024 * 1024 // 16 + 8
+    words = 128
+    layer = make_layer("mul1", 8, rows=256, columns=128)
+    trellis = torch.zeros(in_tiles, out_tiles, words, dtype=torch.int16, device="cuda")
+    assert trellis.numel() > 2**31
+    trellis[:, -8:] = layer.trellis.cuda()
+    out = out_tiles * 16
+    svh = torch.zeros(out, dtype=torch.float16, device="cuda")
+    svh[-128:] = layer.svh.cuda()
+    weight = torch.from_numpy(layer.weight()).cuda()
+    for m in (1, 16, 40):
+        x = torch.randn(m, 256, device="cuda").half()
+        y = trellis_ops.trellis_gemm(x, trellis, layer.suh.cuda(), svh, codebook="mul1")
+        assert worst_row(y[:, -128:], x.double() @ weight) <= BOUNDS[torch.float16]
+        assert not y[:, :-128].any()
+
+
+@pytest.mark.parametrize("m", [1, 7, 32])
+def test_rows_do_not_depend_on_how_many_there_are(m):
+    """Within the rows that one kernel takes, a row's result has the same bits alone and in company."""
+    layer = make_layer("mcg", 4, rows=1024, columns=512)
+    parts = on_gpu(layer)
+    x = torch.randn(m, 1024, device="cuda").bfloat16()
+    of_all = FORCED(x, *parts, None, layer.code, 512, torch.bfloat16, WIDE_64, 0)
+    for row in range(m):
+        alone = FORCED(x[row : row + 1], *parts, None, layer.code, 512, torch.bfloat16, WIDE_64, 0)
+        assert torch.equal(alone[0], of_all[row])
 
 
 def test_without_vectors_and_with_ragged_tiles():
     layer = make_layer("mul1", 3, rows=16 * 13, columns=16 * 11)
     inner = torch.from_numpy(oracle.inner_weight(layer.trellis.numpy(), "mul1")).cuda().double()
-    for m in (1, 8, 12, 32):
+    for m in (1, 8, 12, 32, 33, 100, 200):
         x = torch.randn(m, 208, device="cuda")
         y = trellis_ops.trellis_gemm(x, layer.trellis.cuda(), None, None, codebook="mul1")
         assert worst_row(y, x.double() @ inner) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("codebook", ["mcg", "mul1"])
-@pytest.mark.parametrize("m", [1, 6, 16, 32])
+@pytest.mark.parametrize("m", [1, 6, 16, 32, 64, 128, 200])
 def test_any_finite_activation(codebook, m):
     layer = make_layer(codebook, 4, rows=512, columns=256)
     weight = torch.from_numpy(layer.weight()).cuda()
@@ -92,7 +188,7 @@ def test_outliers_in_one_block_do_not_cost_the_others(codebook):
     layer = make_layer(codebook, 4, rows=512, columns=256)
     weight = torch.from_numpy(layer.weight()).cuda()
     parts = on_gpu(layer)
-    for m in (1, 5, 16):
+    for m in (1, 5, 16, 64, 200):
         small = torch.randn(m, 512, device="cuda").half().float()
         loud, quiet = small.clone(), small.clone()
         loud[:, 128:256] *= 1000
@@ -112,7 +208,7 @@ def test_outliers_in_one_block_do_not_cost_the_others(codebook):
 def test_what_is_not_finite_stays_in_its_row(codebook, value):
     layer = make_layer(codebook, 4, rows=512, columns=256)
     parts = on_gpu(layer)
-    for m in (3, 7, 12, 40):
+    for m in (3, 7, 12, 40, 100, 200):
         x = torch.randn(m, 512, device="cuda").bfloat16()
         want = trellis_ops.trellis_gemm(x, *parts, codebook=codebook)
         x[1, 200] = value
@@ -122,7 +218,7 @@ def test_what_is_not_finite_stays_in_its_row(codebook, value):
         assert torch.equal(y[others], want[others])
 
 
-@pytest.mark.parametrize("m", [1, 4, 7, 16, 32, 100])
+@pytest.mark.parametrize("m", [1, 4, 7, 16, 32, 64, 100, 300])
 def test_repeats_and_replays_bit_for_bit(m):
     layer = make_layer("mcg" if m % 2 else "mul1", 4, rows=2048, columns=1024)
     parts = on_gpu(layer)
@@ -145,7 +241,7 @@ def test_repeats_and_replays_bit_for_bit(m):
     assert torch.cuda.memory_allocated() == held
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 16, 17, 32, 33, 128])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 16, 17, 32, 33, 128, 300])
 def test_first_call_of_a_process_may_be_captured(m):
     script = f"""
         import torch, trellis_ops
@@ -213,7 +309,7 @@ def test_empty_and_mixed_devices():
     assert trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mcg").isfinite().all()
 
 
-@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("m", [1, 4, 64, 300])
 def test_reduce_overhead(m):
     from torch._dynamo.utils import counters
 
@@ -233,7 +329,7 @@ def test_reduce_overhead(m):
 
 def test_opcheck():
     layer = make_layer("mul1", 3)
-    for m in (0, 1, 3, 33):
+    for m in (0, 1, 3, 33, 200):
         x = torch.randn(m, 250, device="cuda").half()
         arguments = (x, *on_gpu(layer), None, layer.code, 384, torch.float16)
         torch.library.opcheck(torch.ops.trellis_ops.trellis_gemm_inference.default, arguments)
