@@ -46,7 +46,7 @@ def test_every_m_meets_the_bound(codebook, bits):
     for dtype in DTYPES:
         x = torch.randn(130, 640, device="cuda").to(dtype)
         want = x.double() @ weight
-        for m in (*range(1, 41), 63, 64, 65, 127, 128, 129, 130):
+        for m in range(1, 131):
             y = trellis_ops.trellis_gemm(x[:m], *parts, codebook=codebook)
             assert y.dtype == dtype and worst_row(y, want[:m]) <= BOUNDS[dtype], m
 
@@ -58,7 +58,7 @@ def test_every_route_meets_the_bound(codebook, bits, route):
     parts = on_gpu(layer)
     x = torch.randn(130, 640, device="cuda").half()
     want = x.double() @ torch.from_numpy(layer.weight()).cuda()
-    for m in (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 130):
+    for m in range(1, 131):
         y = FORCED(x[:m], *parts, None, layer.code, 384, torch.float32, route, 0)
         assert worst_row(y, want[:m]) <= BOUNDS[torch.float32], m
 

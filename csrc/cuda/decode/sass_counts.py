@@ -1,4 +1,4 @@
-"""Instructions per weight in the main loop of the small GEMM kernels, read from their machine code.
+"""Instructions per weight in the main loop of the GEMM kernels, read from their machine code.
 
     python csrc/cuda/decode/sass_counts.py build/ninja/csrc/cuda/gemm
 
@@ -17,8 +17,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Weights that a lane turns into operands in one turn of the loop: four k tiles of four tiles each.
-WEIGHTS = 4 * 4 * 8
+# Weights that a lane turns into operands in one turn of the loop: four k tiles, of four tiles each in the
+# small kernels and of one in the wide ones.
+SMALL_WEIGHTS, WIDE_WEIGHTS = 4 * 4 * 8, 4 * 8
 OPERANDS = ("halves", "bytes", "bytes, two passes", "packed halves", "packed mul1")
 # The integer pipe (shift, logic, compare, permute), and the one of multiply-add.
 ALU = ("SHF", "LOP3", "PRMT", "LEA", "ISETP", "IADD3", "VIADD", "SEL", "PLOP3", "VIMNMX")
@@ -31,10 +32,10 @@ def main() -> int:
     parser.add_argument("--check", type=Path, metavar="README", help="compare with this table")
     options = parser.parse_args()
     rows = {}
-    for file in sorted(options.folder.glob("small_k*.o")):
+    for file in sorted(options.folder.glob("*_k*.o")):
         rows.update(counts(file))
     if not rows:
-        sys.exit(f"sass_counts: no small_k*.o in {options.folder}")
+        sys.exit(f"sass_counts: no small_k*.o or wide_k*.o in {options.folder}")
     lines = table(rows)
     if options.check is None:
         print("\n".join(lines))
@@ -45,19 +46,27 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def counts(file: Path) -> dict[tuple[float, str, int], Counter]:
-    """(bits, operand, rows) -> instructions by name in one turn of the main loop."""
+def counts(file: Path) -> dict[tuple[float, str, int], dict[str, float]]:
+    """(bits, operand, rows) -> instructions per weight by name."""
     command = ["cuobjdump", "--dump-sass", str(file)]
     text = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ
     ).stdout
     result = {}
     for function in text.split("Function : ")[1:]:
-        name = re.match(r"\S*small_kernelILi(\d+)ELNS0_7OperandE(\d)ELi(\d)E", function)
-        if name is None:
+        small = re.match(r"\S*small_kernelILi(\d+)ELNS0_7OperandE(\d)ELi(\d)E", function)
+        wide = re.match(r"\S*wide_kernelILi(\d+)ELb(\d)ELi(\d+)E", function)
+        if small is not None:
+            key = (int(small[1]) / 16, OPERANDS[int(small[2])], 8 * int(small[3]))
+            weights = SMALL_WEIGHTS
+        elif wide is not None:
+            operand = "wide mul1" if wide[2] == "1" else "wide halves"
+            key = (int(wide[1]) / 16, operand, int(wide[3]))
+            weights = WIDE_WEIGHTS
+        else:
             continue
-        key = (int(name[1]) / 16, OPERANDS[int(name[2])], 8 * int(name[3]))
-        result[key] = Counter(op.split(".")[0] for op in main_loop(function))
+        names = Counter(op.split(".")[0] for op in main_loop(function))
+        result[key] = {name: count / weights for name, count in names.items()}
     return result
 
 
@@ -76,14 +85,14 @@ def main_loop(function: str) -> list[str]:
     return best
 
 
-def table(rows: dict[tuple[float, str, int], Counter]) -> list[str]:
+def table(rows: dict[tuple[float, str, int], dict[str, float]]) -> list[str]:
     lines = [
         "| bits | operand | rows | all | integer pipe | multiply pipe |",
         "|---|---|---|---|---|---|",
     ]
     for (bits, operand, m), count in sorted(rows.items()):
         total, alu, fma = (
-            sum(count[name] for name in names) / WEIGHTS for names in (count, ALU, FMA)
+            sum(count.get(name, 0.0) for name in names) for names in (count, ALU, FMA)
         )
         lines.append(f"| {bits:g} | {operand} | {m} | {total:.2f} | {alu:.2f} | {fma:.2f} |")
     return lines

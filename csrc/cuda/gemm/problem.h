@@ -69,6 +69,7 @@ struct TileSchedule {
   int rounds;  // whole tiles of each worker
   int rest;    // tiles that are cut into stretches
   int share;   // steps of a stretch
+  int pitch;   // steps from one tile's stretches to the next one's: `steps`, or more to end evenly
 };
 
 // `share`: 0 for the best way; otherwise stretches of so many steps, or, negative, so many slices.

@@ -30,7 +30,7 @@ struct TileWalk {
 
   __device__ TileWalk(const TileSchedule& s, int worker_, int slice_)
       : schedule(s), worker(worker_), at(worker_ * s.share), slice(slice_) {
-    stop = min(at + s.share, s.rest * s.steps);
+    stop = min(at + s.share, s.rest * s.pitch);
   }
 
   __device__ bool next() {
@@ -42,10 +42,11 @@ struct TileWalk {
       return true;
     }
     if (at >= stop) return false;
-    rest = at / schedule.steps;
-    first = at - rest * schedule.steps;
-    last = first + min(schedule.steps - first, stop - at);
+    rest = at / schedule.pitch;
+    first = at - rest * schedule.pitch;
+    last = first + min(schedule.pitch - first, stop - at);
     at += last - first;
+    last = min(last, schedule.steps);
     tile = schedule.rounds * schedule.workers + rest;
     return true;
   }
@@ -159,7 +160,7 @@ __device__ __forceinline__ bool meet(const TileScratch& scratch, const TileSched
                                      const TileWalk& walk, int in_tile, int barrier, int* flag,
                                      float (&sums)[kRows / 2]) {
   const int thread = threadIdx.x % kBlockThreads;
-  const int start = walk.rest * schedule.steps;
+  const int start = walk.rest * schedule.pitch;
   const auto part_of = [&](int worker) {
     // A stretch begins in the tile of its first slot; any other that it does not have to itself is
     // its last, and has the second.
@@ -173,7 +174,7 @@ __device__ __forceinline__ bool meet(const TileScratch& scratch, const TileSched
     __stcg(mine + i * kBlockThreads,
            float4{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]});
   const int from = start / schedule.share;
-  const int to = (start + schedule.steps - 1) / schedule.share;
+  const int to = (start + schedule.pitch - 1) / schedule.share;
   named_barrier(barrier, kBlockThreads);
   if (thread == 0)
     *flag = arrive(scratch.rotated.arrived + walk.rest * kBlocks + in_tile) ==

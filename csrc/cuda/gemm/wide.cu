@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kBand = 2048;  // rows that are worked on side by side
 
 int64_t parts_of(const TileSchedule& s) {
-  if (s.rest == 0 || s.share % s.steps == 0) return 0;  // every piece is a whole tile
+  if (s.rest == 0 || s.share % s.pitch == 0) return 0;  // every piece is a whole tile
   return static_cast<int64_t>(s.workers) * 2 * kBlocks * s.rows * 128;
 }
 
@@ -70,8 +70,20 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
   const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
   s.rounds = share > 0 ? 0 : static_cast<int>(rounds);
   s.rest = static_cast<int>(tiles - s.rounds * most);
-  const int64_t units = static_cast<int64_t>(s.rest) * s.steps;
-  s.share = static_cast<int>(share > 0 ? share : std::max<int64_t>(1, (units + most - 1) / most));
+  s.pitch = s.steps;
+  s.share = static_cast<int>(share);
+  if (share <= 0) {
+    s.share = static_cast<int>((static_cast<int64_t>(s.rest) * s.steps + most - 1) / most);
+    // Stretches that end where tiles do leave one part each instead of two; worth a few steps.
+    const int64_t parts = std::min<int64_t>(s.rest == 0 ? 0 : most / s.rest, s.steps);
+    const int64_t even = parts == 0 ? 0 : (s.steps + parts - 1) / parts;
+    if (parts > 1 && even <= s.share + 4 && even * (parts - 1) < s.steps) {
+      s.share = static_cast<int>(even);
+      s.pitch = static_cast<int>(even * parts);
+    }
+    s.share = std::max(1, s.share);
+  }
+  const int64_t units = static_cast<int64_t>(s.rest) * s.pitch;
   s.workers = static_cast<int>(s.rounds > 0 ? most : (units + s.share - 1) / s.share);
   return s;
 }
