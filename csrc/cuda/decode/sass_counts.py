@@ -17,8 +17,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Weights that a lane turns into operands in one turn of the loop: four k tiles, of four tiles each in the
-# small kernels and of one in the wide ones.
+# Weights that a lane turns into operands in one turn of the loop: four k tiles, of four tiles each
+# in the small kernels and of one in the wide ones.
 SMALL_WEIGHTS, WIDE_WEIGHTS = 4 * 4 * 8, 4 * 8
 OPERANDS = ("halves", "bytes", "bytes, two passes", "packed halves", "packed mul1")
 # The integer pipe (shift, logic, compare, permute), and the one of multiply-add.
