@@ -65,7 +65,7 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
   std::vector<int64_t> shape = trellis::checks::sizes_of(x);
   shape.back() = out_features;
   Tensor out = torch::stable::new_empty(x, shape, out_dtype);
-  const int64_t count = x.numel() / x.size(x.dim() - 1);
+  const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return out;
   Tensor scratch =
       torch::stable::new_empty(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);

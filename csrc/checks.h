@@ -212,4 +212,11 @@ inline std::vector<int64_t> sizes_of(const Tensor& x) {
   return sizes;
 }
 
+// Of all leading dimensions together.
+inline int64_t rows_of(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  return rows;
+}
+
 }  // namespace trellis::checks

@@ -101,7 +101,7 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   std::vector<int64_t> shape = trellis::checks::sizes_of(x);
   shape.back() = out_features;
   Tensor y = torch::stable::new_empty(x, shape, out_dtype);
-  const int64_t count = x.numel() / x.size(x.dim() - 1);
+  const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return y;
 
   trellis::cuda::Gemm g = {};

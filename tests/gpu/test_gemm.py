@@ -271,14 +271,18 @@ def test_strides_and_alignment():
     moved = torch.zeros(trellis.numel() + 1, dtype=torch.int16, device="cuda")
     moved[1:] = trellis.flatten()
     odd_trellis = moved[1:].view(trellis.shape)
+
+    def odd(vector):
+        return torch.cat([vector[:1], vector])[1:]
+
     views = [base[:5, :512:2], base[:, 10:266], base.t()[:256].t()[1:6], base[3:4, 1:257]]
     views += [base[:1, :256].expand(7, 256), base[:6, :256].view(2, 3, 256).transpose(0, 1)]
+    views += [base[:, 3:259], base.repeat(3, 1)[:150, 5:261]]
     for x in views:
         want = trellis_ops.trellis_gemm(x.contiguous(), trellis, suh, svh, codebook="mul1")
         assert torch.equal(trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mul1"), want)
-        assert torch.equal(
-            trellis_ops.trellis_gemm(x, odd_trellis, suh, svh, codebook="mul1"), want
-        )
+        odd_parts = odd_trellis, odd(suh), odd(svh)
+        assert torch.equal(trellis_ops.trellis_gemm(x, *odd_parts, codebook="mul1"), want)
 
 
 def test_current_stream_is_honoured():
@@ -325,6 +329,47 @@ def test_reduce_overhead(m):
         for _ in range(4):
             assert torch.equal(compiled(x), want)
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def kernels_of(call) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
+
+
+def test_one_compilation_serves_every_number_of_rows():
+    """Compiled at m = 2048, the op still runs the kernel for few rows at m = 1."""
+    from torch._dynamo.utils import counters
+
+    layer = make_layer("mcg", 4, rows=512, columns=512)
+    module = trellis_ops.Exl3Linear.from_tensors(
+        trellis_ops.TrellisTensor(layer.trellis, layer.suh, layer.svh, codebook="mcg")
+    ).cuda()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    wide = "wide_kernel" if torch.cuda.get_device_capability() == (9, 0) else "small_kernel"
+    with torch.inference_mode():
+        compiled(torch.randn(2048, 512, device="cuda").bfloat16())
+        counters.clear()
+        for m, kernel in ((4096, wide), (2, "small_kernel"), (300, wide), (32, "small_kernel")):
+            x = torch.randn(m, 512, device="cuda").bfloat16()
+            assert kernel in kernels_of(lambda x=x: compiled(x))
+            assert torch.equal(compiled(x), module(x))
+        assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_scratch_stays_small():
+    """No copy of the decoded matrix: at 8192 x 28672 and 4,096 rows below 128 MiB beside x and y."""
+    trellis = torch.randint(-32768, 32768, (512, 1792, 64), dtype=torch.int16, device="cuda")
+    suh, svh = torch.ones(8192).half().cuda(), torch.ones(28672).half().cuda()
+    x = torch.randn(4096, 8192, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = trellis_ops.trellis_gemm(x, trellis, suh, svh, codebook="mcg")
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before - y.nbytes < 128 << 20
 
 
 def test_opcheck():

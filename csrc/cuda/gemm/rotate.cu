@@ -1,11 +1,13 @@
-// One block a row, one warp a 128-block of inputs: scale, transform, lay out.
+// Scale, transform, lay out: for few rows one block a row and one warp a 128-block of inputs, for many
+// rows one warp a row.
 #include "rotate.cuh"
 #include "rows.cuh"
 
 namespace trellis::cuda {
 namespace {
 
-constexpr int kFewRows = 264;  // up to here a block's latency is what matters, beyond its occupancy
+constexpr int kFewRows =
+    264;  // up to here the latency of a row is what matters, beyond it throughput
 // Largest 16-bit integer whose high byte, rounded so that the low byte is signed, is still a byte.
 constexpr float kLargestInteger = 127.0f * 256.0f + 127.0f;
 
@@ -39,24 +41,24 @@ struct Input {
   }
 };
 
-// A power of two near the largest magnitude of x * suh in a row: whatever the activations are, what
-// is left fits FP16 and float32 holds every sum.
-__device__ float row_scale(const Input& input, int blocks) {
-  __shared__ float largest[32];
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// The largest magnitude of x * suh / 2^16 in blocks first, first + step, ... of a row; every lane's.
+__device__ __forceinline__ float largest_of(const Input& input, int blocks, int first, int step) {
+  const int lane = threadIdx.x % 32;
   float most = 0.0f;
 #pragma unroll 4
-  for (int block = warp; block < blocks; block += warps) {
+  for (int block = first; block < blocks; block += step) {
     float v[4];
     // x * suh itself may overflow; x * suh / 2^16 cannot.
     input.load(block * 128 + lane * 4, 0x1p-16f, v);
 #pragma unroll
     for (const float value : v) most = fmaxf(most, fabsf(value));
   }
-  most = warp_max(most);
-  if (lane == 0) largest[warp] = most;
-  __syncthreads();
-  most = warp_max(lane < warps ? largest[lane] : 0.0f);
+  return warp_max(most);
+}
+
+// A power of two near the largest magnitude of x * suh in a row: whatever the activations are, what
+// is left fits FP16 and float32 holds every sum.
+__device__ __forceinline__ float scale_of(float most) {
   if (!(most > 0.0f) || isinf(most)) return 1.0f;
   return ldexpf(1.0f, max(-100, min(126, ilogbf(most) + 16)));
 }
@@ -138,29 +140,58 @@ __device__ void rotate_block(const Input& input, const Rotated& to, Operand oper
   }
 }
 
+__device__ __forceinline__ void zero_counters(const Rotated& to) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
+    to.arrived[i] = 0;
+}
+
 __global__ void __launch_bounds__(1024)
     rotate_rows(const Gemm g, const Rotated to, const Operand operand) {
+  __shared__ float largest[32];
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
-  const int warps = blockDim.x / 32;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
   const bool real = row < g.m;
   const Input input(g, row);
-  const float scale = real ? row_scale(input, blocks) : 1.0f;
+  if (real) {
+    const float most = largest_of(input, blocks, warp, warps);
+    if (lane == 0) largest[warp] = most;
+  }
+  __syncthreads();
+  const float scale = real ? scale_of(warp_max(lane < warps ? largest[lane] : 0.0f)) : 1.0f;
   if (threadIdx.x == 0) to.row_scales[row] = scale;
-  for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
-    to.arrived[i] = 0;
-  for (int block = threadIdx.x / 32; block < blocks; block += warps)
+  zero_counters(to);
+  for (int block = warp; block < blocks; block += warps)
     rotate_block(input, to, operand, row, real, block, 1.0f / scale);
+}
+
+// Eight rows a block: the eight of an atom, so that whole atoms are written at a time.
+__global__ void __launch_bounds__(256) rotate_many_rows(const Gemm g, const Rotated to) {
+  let_next_kernel_start();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
+  const bool real = row < g.m;
+  const Input input(g, row);
+  const float scale = real ? scale_of(largest_of(input, blocks, 0, 1)) : 1.0f;
+  if (threadIdx.x % 32 == 0) to.row_scales[row] = scale;
+  zero_counters(to);
+#pragma unroll 2
+  for (int block = 0; block < blocks; ++block)
+    rotate_block(input, to, Operand::kSwizzled, row, real, block, 1.0f / scale);
 }
 
 }  // namespace
 
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream) {
-  const int threads = rows <= kFewRows ? 1024 : 256;
-  rotate_rows<<<static_cast<unsigned>(rows), threads, 0, stream>>>(g, to, operand);
+  if (rows <= kFewRows) {
+    rotate_rows<<<static_cast<unsigned>(rows), 1024, 0, stream>>>(g, to, operand);
+  } else {
+    if (operand != Operand::kSwizzled) return cudaErrorInvalidValue;
+    rotate_many_rows<<<static_cast<unsigned>(rows / 8), 256, 0, stream>>>(g, to);
+  }
   return cudaGetLastError();
 }
 

@@ -135,9 +135,9 @@ __device__ __forceinline__ void finish_tile(const Gemm& g, const float (&sums)[k
       const bool both = feature + 1 < g.out_columns;
       float2 value{z[0][i] * row_scale, z[1][i] * row_scale};
       if (transform) {
-        const float2 scale = __half22float2(
-            *reinterpret_cast<const __half2*>(static_cast<const __half*>(g.svh) + feature));
-        value.x *= kHadamardScale * scale.x, value.y *= kHadamardScale * scale.y;
+        // One at a time: a view of svh may begin at an odd element.
+        value.x *= kHadamardScale * load_as_float(g.svh, DType::Half, feature);
+        value.y *= kHadamardScale * load_as_float(g.svh, DType::Half, feature + 1);
       }
       if (g.bias != nullptr) {
         value.x += load_as_float(g.bias, g.bias_dtype, feature);
