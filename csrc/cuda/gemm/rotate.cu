@@ -1,5 +1,4 @@
-// Scale, transform, lay out: for few rows one block a row and one warp a 128-block of inputs, for many
-// rows one warp a row.
+// One block a row, one warp a 128-block of inputs: scale, transform, lay out.
 #include "rotate.cuh"
 #include "rows.cuh"
 
@@ -41,7 +40,7 @@ struct Input {
   }
 };
 
-// The largest magnitude of x * suh / 2^16 in blocks first, first + step, ... of a row; every lane's.
+// The largest magnitude of x * suh / 2^16 in blocks first, first + step, ... of a row.
 __device__ __forceinline__ float largest_of(const Input& input, int blocks, int first, int step) {
   const int lane = threadIdx.x % 32;
   float most = 0.0f;
@@ -140,12 +139,6 @@ __device__ void rotate_block(const Input& input, const Rotated& to, Operand oper
   }
 }
 
-__device__ __forceinline__ void zero_counters(const Rotated& to) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
-    to.arrived[i] = 0;
-}
-
 __global__ void __launch_bounds__(1024)
     rotate_rows(const Gemm g, const Rotated to, const Operand operand) {
   __shared__ float largest[32];
@@ -162,36 +155,19 @@ __global__ void __launch_bounds__(1024)
   __syncthreads();
   const float scale = real ? scale_of(warp_max(lane < warps ? largest[lane] : 0.0f)) : 1.0f;
   if (threadIdx.x == 0) to.row_scales[row] = scale;
-  zero_counters(to);
+  for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
+    to.arrived[i] = 0;
   for (int block = warp; block < blocks; block += warps)
     rotate_block(input, to, operand, row, real, block, 1.0f / scale);
-}
-
-// Eight rows a block: the eight of an atom, so that whole atoms are written at a time.
-__global__ void __launch_bounds__(256) rotate_many_rows(const Gemm g, const Rotated to) {
-  let_next_kernel_start();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
-  const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
-  const bool real = row < g.m;
-  const Input input(g, row);
-  const float scale = real ? scale_of(largest_of(input, blocks, 0, 1)) : 1.0f;
-  if (threadIdx.x % 32 == 0) to.row_scales[row] = scale;
-  zero_counters(to);
-#pragma unroll 2
-  for (int block = 0; block < blocks; ++block)
-    rotate_block(input, to, Operand::kSwizzled, row, real, block, 1.0f / scale);
 }
 
 }  // namespace
 
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream) {
-  if (rows <= kFewRows) {
-    rotate_rows<<<static_cast<unsigned>(rows), 1024, 0, stream>>>(g, to, operand);
-  } else {
-    if (operand != Operand::kSwizzled) return cudaErrorInvalidValue;
-    rotate_many_rows<<<static_cast<unsigned>(rows / 8), 256, 0, stream>>>(g, to);
-  }
+  const int threads = rows <= kFewRows ? 1024 : 256;
+  rotate_rows<<<static_cast<unsigned>(rows), threads, 0, stream>>>(g, to, operand);
   return cudaGetLastError();
 }
 
