@@ -46,17 +46,24 @@ trellis::Matrix matrix_of(const Tensor& packed, const std::optional<Tensor>& suh
   w.in_tiles = packed.size(0);
   w.out_tiles = packed.size(1);
   w.tile_words = static_cast<int>(packed.size(2));
+  w.codebook = static_cast<int>(codebook);
   w.values = trellis::codebook_values(static_cast<int>(codebook), w.tile_words / 16);
   w.suh = suh ? static_cast<const uint16_t*>(keep(*suh)) : nullptr;
   w.svh = svh ? static_cast<const uint16_t*>(keep(*svh)) : nullptr;
   return w;
 }
 
-Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
-                    std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
-                    ScalarType out_dtype) {
-  trellis::checks::gemm("trellis_gemm", x, packed, suh, svh, bias, codebook, out_features,
-                        out_dtype);
+void check_isa(const char* op, int64_t isa) {
+  TRELLIS_CHECK(isa >= 0 && isa < 63 && (trellis::available_isas() >> isa & 1), op, ": isa is ",
+                isa, ", expected one that this machine can run");
+}
+
+Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
+                        std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
+                        int64_t out_features, ScalarType out_dtype, int64_t isa) {
+  const char* op = "trellis_gemm";
+  trellis::checks::gemm(op, x, packed, suh, svh, bias, codebook, out_features, out_dtype);
+  check_isa(op, isa);
 
   std::vector<Tensor> kept;
   const trellis::Matrix w = matrix_of(packed, suh, svh, codebook, kept);
@@ -72,11 +79,19 @@ Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::opt
   const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
                            x.size(x.dim() - 1)};
   Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
-  trellis::gemm(w, view, bias ? added.const_data_ptr() : nullptr,
+  trellis::gemm(trellis::slab_kernels(static_cast<trellis::Isa>(isa)), w, view,
+                bias ? added.const_data_ptr() : nullptr,
                 bias ? dtype_of(bias->scalar_type()) : trellis::DType::Float,
                 static_cast<float*>(scratch.mutable_data_ptr()), out.mutable_data_ptr(),
                 dtype_of(out_dtype), out_features);
   return out;
+}
+
+Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                    std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
+                    ScalarType out_dtype) {
+  return trellis_gemm_isa(x, packed, suh, svh, bias, codebook, out_features, out_dtype,
+                          trellis::best_isa());
 }
 
 Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
@@ -106,8 +121,7 @@ std::tuple<Tensor, Tensor> quantize_tiles_isa(Tensor tiles, int64_t tile_words, 
   TRELLIS_CHECK(tiles.dim() == 2 && tiles.size(1) == 256, op, ": tiles has shape ",
                 trellis::checks::shape_of(tiles), ", expected [T, 256]");
   trellis::checks::tile_words(op, "tiles", tile_words, codebook);
-  TRELLIS_CHECK(isa >= 0 && isa < 63 && (trellis::available_isas() >> isa & 1), op, ": isa is ",
-                isa, ", expected one that this machine can run");
+  check_isa(op, isa);
 
   const int words = static_cast<int>(tile_words);
   const int64_t count = tiles.size(0);
@@ -156,6 +170,7 @@ STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
   m.impl("hadamard_128", TORCH_BOX(&hadamard_128));
   m.impl("quantize_tiles", TORCH_BOX(&quantize_tiles));
   m.impl("_quantize_tiles_isa", TORCH_BOX(&quantize_tiles_isa));
+  m.impl("_trellis_gemm_isa", TORCH_BOX(&trellis_gemm_isa));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CompositeExplicitAutograd, m) {

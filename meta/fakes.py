@@ -34,6 +34,12 @@ def _trellis_gemm_route(
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
+@_fake("_trellis_gemm_isa")
+def _trellis_gemm_isa(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, isa):
+    OPS["trellis_gemm"](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
+    return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
+
+
 @_fake("gemm_input_grad")
 def _gemm_input_grad(grad, trellis, suh, svh, codebook, in_features, out_dtype):
     OPS["gemm_input_grad"](grad, trellis, suh, svh, codebook, in_features, out_dtype)

@@ -34,6 +34,7 @@ SCHEMAS: dict[str, str] = {
     # Private: force one CUDA route and its share of the matrix (see csrc/cuda/gemm/problem.h).
     "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
+    "_trellis_gemm_isa": _GEMM.replace(") ->", ", int isa) ->"),
     "_quantize_tiles_isa": (
         "(Tensor tiles, int tile_words, int codebook, int isa) -> (Tensor, Tensor)"
     ),

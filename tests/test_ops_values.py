@@ -14,6 +14,7 @@ import trellis_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+OPS = torch.ops.trellis_ops
 GEMMS = (trellis_ops.trellis_gemm, trellis_ops.parity_gemm)
 ROWS = (0, 1, 2, 3, 5, 16, 17, 33, 144, 145)
 # parity_gemm computes in float64: what is left is the one rounding of the result.
@@ -52,6 +53,25 @@ def test_gemm_of_a_padded_layer(codebook, bits):
             assert (y.shape, y.dtype, y.is_contiguous()) == ((m, 300), dtype, True)
             if m:
                 assert worst_row(y, want[:m]) <= bound(gemm, dtype), (gemm.__name__, m, dtype)
+
+
+@pytest.mark.parametrize("isa", [i for i in range(8) if OPS._cpu_isas() >> i & 1])
+@pytest.mark.parametrize(("codebook", "bits"), CASES)
+def test_every_instruction_set(codebook, bits, isa):
+    """Right, and a row has the same bits alone and among others, in whichever block of rows."""
+    layer = make_layer(codebook, bits, rows=384, columns=256)
+    parts = layer.trellis, layer.suh, layer.svh
+    x = torch.randn(150, 330)
+    want = double(x) @ layer.weight()[:330, :200]
+    everything = OPS._trellis_gemm_isa(x, *parts, None, layer.code, 200, torch.float32, isa)
+    assert worst_row(everything, want) <= BOUNDS[torch.float32]
+    for first, last in ((0, 1), (2, 5), (63, 65), (149, 150)):
+        y = OPS._trellis_gemm_isa(x[first:last], *parts, None, layer.code, 200, torch.float32, isa)
+        assert torch.equal(y, everything[first:last])
+    inner = oracle.inner_weight(layer.trellis.numpy(), codebook)[: 16 * 21, : 16 * 11]
+    ragged = layer.trellis[:21, :11].contiguous()
+    y = OPS._trellis_gemm_isa(x, ragged, None, None, None, layer.code, 176, torch.float32, isa)
+    assert worst_row(y, double(x) @ inner[:330]) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -134,6 +134,7 @@ torch.library.register_autograd(f"{NAMESPACE}::hadamard_128", _hadamard_backward
 # Their results carry no gradient, by contract; a fallthrough says so without the cost of a node.
 for _name in (
     "trellis_gemm_inference",
+    "_trellis_gemm_isa",
     "dequantize",
     "unpack_trellis",
     "pack_trellis",

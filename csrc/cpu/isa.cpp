@@ -35,4 +35,11 @@ SearchTile search_kernel(Isa isa) {
   }
 }
 
+const SlabKernels& slab_kernels(Isa isa) {
+#ifdef TRELLIS_X86
+  if (isa == kAvx512) return avx512_slab_kernels();
+#endif
+  return generic_slab_kernels();  // AVX2 has none of its own yet
+}
+
 }  // namespace trellis

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "layer.h"
 #include "search.h"
 
 namespace trellis {
@@ -16,5 +17,6 @@ int64_t available_isas();
 Isa best_isa();
 
 SearchTile search_kernel(Isa isa);
+const SlabKernels& slab_kernels(Isa isa);
 
 }  // namespace trellis

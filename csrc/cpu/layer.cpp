@@ -2,16 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "../parallel.h"
 #include "hadamard.h"
 
 namespace trellis {
 namespace {
-
-// Rows that share one decoding of a slab: their sums (64 KiB) stay in the second-level cache.
-constexpr int kRowBlock = 128;
 
 // Power of two that brings the largest element of a row into [1, 2), so that neither the Hadamard
 // sums nor the product overflow float32 whatever the activations are. Its inverse is exact too.
@@ -41,9 +37,8 @@ void transform_row(const Matrix& w, const Rows& x, int64_t row, float* out, floa
 
 }  // namespace
 
-void gemm(const Matrix& w, const Rows& x, const void* bias, DType bias_dtype, float* scratch,
-          void* out, DType out_dtype, int64_t out_columns) {
-  const SlabKernels& kernels = generic_slab_kernels();
+void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
+          DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
   float* rows = scratch;
   float* scales = scratch + x.count * w.in_features();
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
@@ -54,20 +49,14 @@ void gemm(const Matrix& w, const Rows& x, const void* bias, DType bias_dtype, fl
   const int64_t column_blocks = (w.out_tiles + 7) / 8;
   const int64_t row_blocks = (x.count + kRowBlock - 1) / kRowBlock;
   parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float slab[16 * kSlabColumns];
     alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
-    std::memset(slab, 0, sizeof(slab));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t first_row = item / column_blocks * kRowBlock;
       const int64_t out_tile = item % column_blocks * 8;
       const int count = static_cast<int>(std::min<int64_t>(kRowBlock, x.count - first_row));
       const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
-      std::memset(sums, 0, sizeof(float) * kSlabColumns * count);
-      for (int64_t in_tile = 0; in_tile < w.in_tiles; ++in_tile) {
-        kernels.decode(w, in_tile, out_tile, tiles, slab);
-        kernels.multiply(rows + first_row * w.in_features() + in_tile * 16, w.in_features(), count,
-                         slab, sums);
-      }
+      kernels.product(w, out_tile, tiles, rows + first_row * w.in_features(), w.in_features(),
+                      count, sums);
       const int64_t first_column = out_tile * 16;
       const int64_t columns = std::min<int64_t>(tiles * 16, out_columns - first_column);
       for (int r = 0; r < count; ++r) {

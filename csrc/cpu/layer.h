@@ -7,12 +7,15 @@
 
 namespace trellis {
 
+struct SlabKernels;
+
 // A packed matrix and its vectors; all contiguous. suh and svh are FP16 bit patterns or null, and
 // where one is given the padded features on its side are a multiple of 128.
 struct Matrix {
   const int16_t* trellis;
   int64_t in_tiles, out_tiles;
-  int tile_words;       // int16 words of a tile: 16 * bits
+  int tile_words;  // int16 words of a tile: 16 * bits
+  int codebook;
   const float* values;  // the codebook's 65,536 values
   const uint16_t* suh;
   const uint16_t* svh;
@@ -35,8 +38,9 @@ inline int64_t gemm_scratch_floats(const Matrix& w, int64_t rows) {
 
 // out[rows, out_columns] = H(H(x * suh) @ decode(trellis)) * svh + bias.
 // Each result is a float32 sum in an order that depends on neither the row count nor the threads.
-void gemm(const Matrix& w, const Rows& x, const void* bias, DType bias_dtype, float* scratch,
-          void* out, DType out_dtype, int64_t out_columns);
+// `kernels`: of which instruction set.
+void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
+          DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns);
 
 // out[in_features, out_features] = diag(suh) H decode(trellis) H diag(svh).
 void dequantize(const Matrix& w, void* out, DType out_dtype);
@@ -47,15 +51,20 @@ void hadamard_blocks(const void* x, void* out, DType dtype, int64_t blocks);
 // ---- the seam for instruction sets ----------------------------------------------------------
 // 16 x 128 decoded weights (fewer columns at a ragged edge), rows are inputs.
 constexpr int kSlabColumns = 128;
+// Rows that share one decoding: what they need meanwhile stays in the second-level cache.
+constexpr int kRowBlock = 64;
 
 struct SlabKernels {
   const char* name;
   // slab[16][128] of input tile `in_tile`, output tiles [out_tile, out_tile + tiles).
   void (*decode)(const Matrix& w, int64_t in_tile, int64_t out_tile, int tiles, float* slab);
-  // sums[rows][128] += x[rows][16] (row stride x_stride) @ slab, input features in rising order.
-  void (*multiply)(const float* x, int64_t x_stride, int rows, const float* slab, float* sums);
+  // sums[rows][128] = x[rows][in_features] (row stride x_stride) @ decode(a column block of `tiles`
+  // tiles). A row's sums do not depend on how many rows there are.
+  void (*product)(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
+                  int rows, float* sums);
 };
 
 const SlabKernels& generic_slab_kernels();
+const SlabKernels& avx512_slab_kernels();
 
 }  // namespace trellis

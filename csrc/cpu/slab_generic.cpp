@@ -1,4 +1,4 @@
-// Decoding and multiplying one 16 x 128 slab in plain C++, for any machine.
+// Decoding and multiplying slabs of 16 x 128 weights in plain C++, for any machine.
 #include <cstring>
 
 #include "layer.h"
@@ -83,10 +83,21 @@ void multiply(const float* x, int64_t x_stride, int rows, const float* slab, flo
   }
 }
 
+void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
+             int rows, float* sums) {
+  alignas(64) float slab[16 * kSlabColumns];
+  std::memset(slab, 0, sizeof(slab));
+  std::memset(sums, 0, sizeof(float) * kSlabColumns * rows);
+  for (int64_t in_tile = 0; in_tile < w.in_tiles; ++in_tile) {
+    decode(w, in_tile, out_tile, tiles, slab);
+    multiply(x + in_tile * 16, x_stride, rows, slab, sums);
+  }
+}
+
 }  // namespace
 
 const SlabKernels& generic_slab_kernels() {
-  static const SlabKernels kernels{"generic", decode, multiply};
+  static const SlabKernels kernels{"generic", decode, product};
   return kernels;
 }
 

@@ -28,6 +28,7 @@ from rich.table import Table
 from .. import __version__, ops
 from ..formats.codebooks import CODEBOOKS, rates_of
 from ..formats.tiles import tile_words_of
+from .env import gemm_kernel
 
 SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192,8192x28672,5120x25600,6144x2048,2048x6144"
 ROWS = "1,4,8,16,32,64,128"
@@ -247,7 +248,7 @@ class _Cpu:
         return statistics.median(times)
 
     def kernel(self, call: Callable[[], torch.Tensor]) -> str:
-        return "generic"
+        return gemm_kernel()
 
     def read_bandwidth(self) -> float:
         data = torch.ones(1 << 26, dtype=torch.float32)

@@ -18,6 +18,12 @@ ISAS = ("generic", "avx2", "avx512")
 """In the order of the bits that torch.ops.trellis_ops._cpu_isas() sets."""
 
 
+def gemm_kernel() -> str:
+    """Of trellis_gemm on this processor; AVX2 has none of its own."""
+    avx512 = ISAS.index("avx512")
+    return "avx512" if torch.ops.trellis_ops._cpu_isas() >> avx512 & 1 else "generic"
+
+
 def add_parser(commands) -> argparse.ArgumentParser:
     text = "show versions, the compiled library, the processor and the GPUs"
     return commands.add_parser("env", help=text, description=text.capitalize() + ".")
