@@ -87,7 +87,8 @@ def test_dequantize_is_the_weight_of_the_linear_it_stands_for():
     dense.weight.data = module.dequantize(torch.float32)
     dense.bias.data = module.bias[:300].float()
     x = torch.randn(5, 200)
-    assert worst_row(module(x), double(dense(x))) <= 1e-6
+    # The kernels may leave a value of the codebook unrounded; the bound is the op's own.
+    assert worst_row(module(x), double(dense(x))) <= BOUNDS[torch.float32]
     assert module.dequantize().dtype == torch.get_default_dtype()
 
 
