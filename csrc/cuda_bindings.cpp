@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -81,6 +82,25 @@ Tensor parity_gemm(const Tensor& x, const Tensor& packed, const std::optional<Te
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// The matrix and its vectors as kernels see them; `kept` holds the contiguous copies alive.
+trellis::cuda::Gemm matrix_of(const Tensor& packed, const std::optional<Tensor>& suh,
+                              const std::optional<Tensor>& svh, int64_t codebook,
+                              std::vector<Tensor>& kept) {
+  const auto keep = [&kept](Tensor t) {
+    kept.push_back(std::move(t));
+    return kept.back().const_data_ptr();
+  };
+  trellis::cuda::Gemm g = {};
+  g.trellis = static_cast<const uint32_t*>(keep(aligned(packed)));
+  g.in_tiles = packed.size(0);
+  g.out_tiles = packed.size(1);
+  g.tile_words = static_cast<int>(packed.size(2));
+  g.codebook = static_cast<int>(codebook);
+  g.suh = suh ? keep(torch::stable::contiguous(*suh)) : nullptr;
+  g.svh = svh ? keep(torch::stable::contiguous(*svh)) : nullptr;
+  return g;
+}
+
 Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
                           std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
                           int64_t out_features, ScalarType out_dtype, int64_t forced_route,
@@ -93,29 +113,20 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int32_t device = x.get_device_index();
 
-  const auto contiguous = [](const std::optional<Tensor>& t) {
-    return t ? torch::stable::contiguous(*t) : Tensor();
-  };
-  const Tensor rows = torch::stable::contiguous(x), weights = aligned(packed);
-  const Tensor in_scale = contiguous(suh), out_scale = contiguous(svh), added = contiguous(bias);
   std::vector<int64_t> shape = trellis::checks::sizes_of(x);
   shape.back() = out_features;
   Tensor y = torch::stable::new_empty(x, shape, out_dtype);
   const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return y;
 
-  trellis::cuda::Gemm g = {};
+  const Tensor rows = torch::stable::contiguous(x);
+  const Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
+  std::vector<Tensor> kept;
+  trellis::cuda::Gemm g = matrix_of(packed, suh, svh, codebook, kept);
   g.x = rows.const_data_ptr();
   g.x_dtype = dtype_of(x.scalar_type());
   g.m = count;
   g.in_columns = x.size(x.dim() - 1);
-  g.trellis = static_cast<const uint32_t*>(weights.const_data_ptr());
-  g.in_tiles = packed.size(0);
-  g.out_tiles = packed.size(1);
-  g.tile_words = static_cast<int>(packed.size(2));
-  g.codebook = static_cast<int>(codebook);
-  g.suh = suh ? in_scale.const_data_ptr() : nullptr;
-  g.svh = svh ? out_scale.const_data_ptr() : nullptr;
   g.bias = bias ? added.const_data_ptr() : nullptr;
   g.bias_dtype = bias ? dtype_of(bias->scalar_type()) : DType::Half;
   g.y = y.mutable_data_ptr();
@@ -168,19 +179,10 @@ Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor
   const char* op = "dequantize";
   trellis::checks::dequantize(op, packed, suh, svh, codebook, dtype);
   const torch::stable::accelerator::DeviceGuard guard(packed.get_device_index());
-  const Tensor weights = aligned(packed);
-  const Tensor in_scale = suh ? torch::stable::contiguous(*suh) : Tensor();
-  const Tensor out_scale = svh ? torch::stable::contiguous(*svh) : Tensor();
   Tensor out = torch::stable::new_empty(packed, {packed.size(0) * 16, packed.size(1) * 16}, dtype);
   if (out.numel() == 0) return out;
-  trellis::cuda::Gemm g = {};
-  g.trellis = static_cast<const uint32_t*>(weights.const_data_ptr());
-  g.in_tiles = packed.size(0);
-  g.out_tiles = packed.size(1);
-  g.tile_words = static_cast<int>(packed.size(2));
-  g.codebook = static_cast<int>(codebook);
-  g.suh = suh ? in_scale.const_data_ptr() : nullptr;
-  g.svh = svh ? out_scale.const_data_ptr() : nullptr;
+  std::vector<Tensor> kept;
+  trellis::cuda::Gemm g = matrix_of(packed, suh, svh, codebook, kept);
   g.y = out.mutable_data_ptr();
   g.y_dtype = dtype_of(dtype);
   g.out_columns = packed.size(1) * 16;

@@ -26,18 +26,13 @@ for _name in ("trellis_gemm", "trellis_gemm_inference", "parity_gemm"):
     _register_gemm(_name)
 
 
-@_fake("_trellis_gemm_route")
-def _trellis_gemm_route(
-    x, trellis, suh, svh, bias, codebook, out_features, out_dtype, route, share
-):
+def _forced_gemm(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, *_choice):
     OPS["trellis_gemm"](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
-@_fake("_trellis_gemm_isa")
-def _trellis_gemm_isa(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, isa):
-    OPS["trellis_gemm"](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
-    return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
+for _name in ("_trellis_gemm_route", "_trellis_gemm_isa"):
+    _fake(_name)(_forced_gemm)
 
 
 @_fake("gemm_input_grad")

@@ -15,15 +15,14 @@ TRELLIS_ANYWHERE inline float to_half(float value) {
 }
 
 TRELLIS_ANYWHERE inline float two_halves(uint32_t x) {
-  x = (x & 0x8FFF8FFFu) ^ 0x3B603B60u;
+  x = (x & kHalvesAnd) ^ kHalvesXor;
   return to_half(float_from_half(static_cast<uint16_t>(x)) +
                  float_from_half(static_cast<uint16_t>(x >> 16)));
 }
 
-TRELLIS_ANYWHERE inline float mul1(uint32_t state) {
-  const uint32_t x = state * 0x83DCD12Du;
+TRELLIS_ANYWHERE inline float mul1(uint32_t x) {
   const uint32_t sum = (x & 255u) + (x >> 8 & 255u) + (x >> 16 & 255u) + (x >> 24);
-  return to_half(static_cast<float>(1024u + sum) * 0.00676727294921875f - 10.3828125f);
+  return to_half(static_cast<float>(1024u + sum) * kMul1Scale - kMul1Shift);
 }
 
 TRELLIS_ANYWHERE inline uint32_t sqg_rank(uint32_t state, int bits) {
@@ -95,13 +94,13 @@ TRELLIS_ANYWHERE inline float d3l(uint32_t rank) {
 }
 
 TRELLIS_ANYWHERE inline float value_of(int codebook, int bits, uint32_t state) {
+  const Hash hash = hash_of(codebook);
   switch (codebook) {
     case kInst3:
-      return two_halves(state * 89226354u + 64248484u);
     case kMcg:
-      return two_halves(state * 0xCBAC1FEDu);
+      return two_halves(state * hash.multiplier + hash.addend);
     case kMul1:
-      return mul1(state);
+      return mul1(state * hash.multiplier + hash.addend);
     case kSqgE4m3:
       return t12(sqg_rank(state, bits));
     default:

@@ -1,11 +1,5 @@
 #ifdef TRELLIS_X86
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes the deliberately undefined registers in its own header for mistakes of ours
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-
+#include "avx512.h"
 #include "search.h"
 #include "search_impl.h"
 

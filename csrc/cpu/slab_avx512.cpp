@@ -5,18 +5,13 @@
 // permuted to match, and each of a tile's eight pairs of columns has a vector of sums, whose lanes are
 // added once at the end. So a vector costs its decoding and one multiply-add for each row.
 #ifdef TRELLIS_X86
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes the deliberately undefined registers in its own header for mistakes of ours
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
+#include "../rates.h"
+#include "avx512.h"
 #include "codebook.h"
 #include "layer.h"
 
@@ -75,8 +70,9 @@ struct Stream {
 // their definition rounds to FP16: that moves a result by 1e-4, a fifth of what an op may be off.
 
 // 3inst, mcg: the sum of the two FP16 halves of a hash.
-template <uint32_t kMultiplier, uint32_t kAddend>
+template <int kCodebook>
 struct TwoHalves {
+  static constexpr Hash kHash = hash_of(kCodebook);
   // The bits of an FP16 number, moved to where float32 has them, are the number times 2^-112: the
   // exponents' biases differ by 112, and no half of a hash is subnormal.
   static constexpr float kScale = 0x1p-112f;
@@ -90,9 +86,10 @@ struct TwoHalves {
   }
 
   __m512 value(__m512i states) const {
-    __m512i product = _mm512_mullo_epi32(states, _mm512_set1_epi32(static_cast<int>(kMultiplier)));
-    if constexpr (kAddend != 0)
-      product = _mm512_add_epi32(product, _mm512_set1_epi32(static_cast<int>(kAddend)));
+    __m512i product =
+        _mm512_mullo_epi32(states, _mm512_set1_epi32(static_cast<int>(kHash.multiplier)));
+    if constexpr (kHash.addend != 0)
+      product = _mm512_add_epi32(product, _mm512_set1_epi32(static_cast<int>(kHash.addend)));
     return _mm512_add_ps(widened(product), widened(_mm512_slli_epi32(product, 16)));
   }
 };
@@ -103,12 +100,10 @@ struct ByteSum {
 
   __m512 value(__m512i states) const {
     const __m512i product =
-        _mm512_mullo_epi32(states, _mm512_set1_epi32(static_cast<int>(0x83DCD12Du)));
+        _mm512_mullo_epi32(states, _mm512_set1_epi32(static_cast<int>(hash_of(kMul1).multiplier)));
     const __m512i pairs = _mm512_maddubs_epi16(product, _mm512_set1_epi8(1));
     const __m512 sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-    constexpr float kSlope = 0.00676727294921875f;
-    return _mm512_fmadd_ps(sum, _mm512_set1_ps(kSlope),
-                           _mm512_set1_ps(1024.0f * kSlope - 10.3828125f));
+    return _mm512_fmadd_ps(sum, _mm512_set1_ps(kMul1Scale), _mm512_set1_ps(kMul1Offset));
   }
 };
 
@@ -207,9 +202,9 @@ void accumulate_rate(const Matrix& w, int64_t out_tile, int tiles, const float* 
   };
   switch (w.codebook) {
     case kInst3:
-      return with(TwoHalves<89226354u, 64248484u>{});
+      return with(TwoHalves<kInst3>{});
     case kMcg:
-      return with(TwoHalves<0xCBAC1FEDu, 0u>{});
+      return with(TwoHalves<kMcg>{});
     case kMul1:
       return with(ByteSum{});
     default:
@@ -221,43 +216,9 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
              int rows, float* sums) {
   alignas(64) static thread_local float vectors[kRowBlock * 8 * kPairs * 16];
   std::memset(vectors, 0, sizeof(float) * rows * 8 * kPairs * 16);
-  const auto run = [&](auto rate) {
-    accumulate_rate<rate.value>(w, out_tile, tiles, x, x_stride, rows, vectors);
-  };
-  switch (w.tile_words) {
-    case 16:
-      run(std::integral_constant<int, 16>{});
-      break;
-    case 24:
-      run(std::integral_constant<int, 24>{});
-      break;
-    case 32:
-      run(std::integral_constant<int, 32>{});
-      break;
-    case 40:
-      run(std::integral_constant<int, 40>{});
-      break;
-    case 48:
-      run(std::integral_constant<int, 48>{});
-      break;
-    case 56:
-      run(std::integral_constant<int, 56>{});
-      break;
-    case 64:
-      run(std::integral_constant<int, 64>{});
-      break;
-    case 80:
-      run(std::integral_constant<int, 80>{});
-      break;
-    case 96:
-      run(std::integral_constant<int, 96>{});
-      break;
-    case 112:
-      run(std::integral_constant<int, 112>{});
-      break;
-    default:
-      run(std::integral_constant<int, 128>{});
-  }
+  with_rate(w.tile_words, [&](auto words) {
+    accumulate_rate<words.value>(w, out_tile, tiles, x, x_stride, rows, vectors);
+  });
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < 8; ++t) {
       for (int pair = 0; pair < kPairs; ++pair) {

@@ -1,6 +1,7 @@
 // Decoding and multiplying slabs of 16 x 128 weights in plain C++, for any machine.
 #include <cstring>
 
+#include "../rates.h"
 #include "layer.h"
 
 namespace trellis {
@@ -32,39 +33,12 @@ void decode_tile(const int16_t* tile, const float* values, float* slab) {
   }
 }
 
-using DecodeTile = void (*)(const int16_t*, const float*, float*);
-
-DecodeTile decoder(int tile_words) {
-  switch (tile_words) {
-    case 16:
-      return decode_tile<16>;
-    case 24:
-      return decode_tile<24>;
-    case 32:
-      return decode_tile<32>;
-    case 40:
-      return decode_tile<40>;
-    case 48:
-      return decode_tile<48>;
-    case 56:
-      return decode_tile<56>;
-    case 64:
-      return decode_tile<64>;
-    case 80:
-      return decode_tile<80>;
-    case 96:
-      return decode_tile<96>;
-    case 112:
-      return decode_tile<112>;
-    default:
-      return decode_tile<128>;
-  }
-}
-
 void decode(const Matrix& w, int64_t in_tile, int64_t out_tile, int tiles, float* slab) {
-  const DecodeTile decode_one = decoder(w.tile_words);
   const int16_t* tile = w.trellis + (in_tile * w.out_tiles + out_tile) * w.tile_words;
-  for (int t = 0; t < tiles; ++t) decode_one(tile + t * w.tile_words, w.values, slab + 16 * t);
+  with_rate(w.tile_words, [&](auto words) {
+    for (int t = 0; t < tiles; ++t)
+      decode_tile<words.value>(tile + t * words.value, w.values, slab + 16 * t);
+  });
 }
 
 void multiply(const float* x, int64_t x_stride, int rows, const float* slab, float* sums) {

@@ -19,20 +19,9 @@
 
 #include <cstdint>
 
+#include "../../cpu/codebook.h"
+
 namespace trellis::cuda {
-
-constexpr uint32_t kHalvesAnd = 0x8FFF8FFFu, kHalvesXor = 0x3B603B60u;
-
-// A hash of the state, s * multiplier + addend.
-struct Hash {
-  uint32_t multiplier, addend;
-};
-
-__host__ __device__ constexpr Hash hash_of(int codebook) {
-  return codebook == 0   ? Hash{89226354u, 64248484u}
-         : codebook == 1 ? Hash{0xCBAC1FEDu, 0u}
-                         : Hash{0x83DCD12Du, 0u};
-}
 
 // 2^i, as a kernel argument: a value the compiler does not know, so that it cannot turn the multiply
 // back into a shift.

@@ -1,10 +1,11 @@
-// What the host side of every route shares: scratch, rates, launches that overlap the one in front.
+// What the host side of every route shares: scratch, and launches that overlap the one in front.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <type_traits>
+
+#include "../../rates.h"
 
 namespace trellis::cuda {
 
@@ -25,37 +26,6 @@ class Arena {
   char* base_;
   int64_t bytes_ = 0;
 };
-
-// Calls f with tile_words as a compile-time constant.
-template <typename F>
-cudaError_t with_rate(int tile_words, F f) {
-  switch (tile_words) {
-    case 16:
-      return f(std::integral_constant<int, 16>{});
-    case 24:
-      return f(std::integral_constant<int, 24>{});
-    case 32:
-      return f(std::integral_constant<int, 32>{});
-    case 40:
-      return f(std::integral_constant<int, 40>{});
-    case 48:
-      return f(std::integral_constant<int, 48>{});
-    case 56:
-      return f(std::integral_constant<int, 56>{});
-    case 64:
-      return f(std::integral_constant<int, 64>{});
-    case 80:
-      return f(std::integral_constant<int, 80>{});
-    case 96:
-      return f(std::integral_constant<int, 96>{});
-    case 112:
-      return f(std::integral_constant<int, 112>{});
-    case 128:
-      return f(std::integral_constant<int, 128>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
 
 // Launches clusters of `cluster` blocks that may start while the launch in front still runs.
 template <typename... Parameters, typename... Arguments>

@@ -5,8 +5,7 @@
 namespace trellis::cuda {
 namespace {
 
-constexpr int kFewRows =
-    264;  // up to here the latency of a row is what matters, beyond it throughput
+constexpr int kFewRows = 264;  // up to here a block's latency matters, beyond it its occupancy
 // Largest 16-bit integer whose high byte, rounded so that the low byte is signed, is still a byte.
 constexpr float kLargestInteger = 127.0f * 256.0f + 127.0f;
 

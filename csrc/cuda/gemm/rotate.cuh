@@ -2,6 +2,7 @@
 // FP16, written in the layout in which that route's matrix instructions want it.
 #pragma once
 
+#include "../../cpu/codebook.h"
 #include "problem.h"
 
 namespace trellis::cuda {
@@ -21,10 +22,6 @@ __host__ __device__ constexpr bool is_integer(Operand operand) {
 __host__ __device__ constexpr bool is_packed(Operand operand) {
   return operand == Operand::kPackedHalves || operand == Operand::kPackedMul1;
 }
-
-// mul1: value = kMul1Scale * byte sum + kMul1Offset, unrounded.
-constexpr float kMul1Scale = 0.00676727294921875f;
-constexpr float kMul1Offset = 1024.0f * kMul1Scale - 10.3828125f;
 
 struct Rotated {
   // Fragments: [k tiles, whole blocks of 8][passes or eights of rows][32 lanes][1 or 2 words].

@@ -1,4 +1,4 @@
-// What the routes for many rows share: the order in which workers take tiles, how parts of a tile's sums
+// Around the wide kernel's main loop: the order in which workers take tiles, how parts of a tile's sums
 // meet, and how the sums of a column block become rows of y.
 #pragma once
 

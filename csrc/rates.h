@@ -1,0 +1,37 @@
+// A rate known at run time as one known at compile time. No torch headers.
+#pragma once
+
+#include <type_traits>
+
+namespace trellis {
+
+// f(std::integral_constant<int, tile_words>{}), for a rate that the bindings have checked.
+template <typename F>
+auto with_rate(int tile_words, F f) {
+  switch (tile_words) {
+    case 16:
+      return f(std::integral_constant<int, 16>{});
+    case 24:
+      return f(std::integral_constant<int, 24>{});
+    case 32:
+      return f(std::integral_constant<int, 32>{});
+    case 40:
+      return f(std::integral_constant<int, 40>{});
+    case 48:
+      return f(std::integral_constant<int, 48>{});
+    case 56:
+      return f(std::integral_constant<int, 56>{});
+    case 64:
+      return f(std::integral_constant<int, 64>{});
+    case 80:
+      return f(std::integral_constant<int, 80>{});
+    case 96:
+      return f(std::integral_constant<int, 96>{});
+    case 112:
+      return f(std::integral_constant<int, 112>{});
+    default:
+      return f(std::integral_constant<int, 128>{});
+  }
+}
+
+}  // namespace trellis
