@@ -74,7 +74,7 @@ def main() -> None:
     with stage("save", times, f"an EXL3 checkpoint to {options.output}"):
         # What stays dense is stored in 16 bits, as such checkpoints have it.
         text = {"rows": len(calibration), "cols": WINDOW}
-        save_model(model, options.output, tokenizer, dtype=torch.float16, calibration=text)
+        save_model(model.to(torch.float16), options.output, tokenizer, calibration=text)
         del model, capture
 
     with stage("load it back", times):

@@ -130,6 +130,17 @@ def read_exl3_index(path: str | Path) -> Index:
     """
     path = Path(path)
     files, placed = _files_of(path)
+    config = _quantization_config(path if path.is_dir() else path.parent)
+    return _index(path, files, placed, config)
+
+
+def read_exl3_files(files: Iterable[str | Path], config: dict) -> Index:
+    """The same of files that are known, and of a quantization_config that is read."""
+    files = [Path(file) for file in files]
+    return _index(files[0].parent, files, {}, {**config, **_quantization_config(files[0].parent)})
+
+
+def _index(path: Path, files: list[Path], placed: Mapping[str, Path], config: dict) -> Index:
     tensors: dict[str, TensorInfo] = {}
     markers: dict[str, int] = {}
     for file in files:
@@ -138,7 +149,6 @@ def read_exl3_index(path: str | Path) -> Index:
         if name not in tensors or tensors[name].file != file:
             raise ValueError(f"{file}: {name} is missing, though the index names it")
 
-    config = _quantization_config(path if path.is_dir() else path.parent)
     stems = {_stem(name) for name in tensors if _field(name) == "trellis"}
     members: dict[str, dict[str, TensorInfo]] = {stem: {} for stem in stems}
     others = []
@@ -335,15 +345,25 @@ def _codebook(
         found = hint or ("sqg" if bits in (5, 6) else "sqg_e4m3")
     else:
         rates = rates_of(found)
-    if not present and config.get("codebook") in ("mcg", "mul1"):
+    if not present and (lost := _recorded_codebook(trellis.name, config)):
         # A lost marker gives fluent noise, not an error, further on.
         raise trellis.fault(
-            f"has no marker beside it, expected {config['codebook']}, as quantization_config says"
+            f"has no marker beside it, expected {lost}, as quantization_config says"
         )
     if bits not in rates:
         advice = " (a half rate needs the marker mul1)" if bits != int(bits) else ""
         raise trellis.fault(f"has {bits} bits, expected one of {rates} for {found}{advice}")
     return found
+
+
+def _recorded_codebook(trellis: str, config: dict) -> str | None:
+    """Codebook with a marker that metadata tells of a matrix, or else of the whole checkpoint."""
+    storage = config.get("tensor_storage")
+    entry = storage.get(_stem(trellis)) if isinstance(storage, dict) else None
+    if isinstance(entry, dict) and entry.get("quant_format") == "exl3":
+        return next((name for name in ("mcg", "mul1") if entry.get(f"{name}_multiplier")), None)
+    named = config.get("codebook")
+    return named if named in ("mcg", "mul1") else None
 
 
 def _check_marker(tensor: TensorInfo, marker: str, values: Mapping[str, int]) -> None:

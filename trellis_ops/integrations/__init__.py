@@ -1,4 +1,5 @@
 """Other libraries' models as EXL3 checkpoints (transformers)."""
 
-from .causal_lm import load_model as load_model
-from .causal_lm import save_model as save_model
+from ._registration import register as register
+from .loading import load_model as load_model
+from .saving import save_model as save_model

@@ -1,4 +1,4 @@
-"""save_model and load_model on tiny Llamas with random weights: same bits back, faults named."""
+"""save_model and load_model on tiny Llamas with random words: same bits back, faults named."""
 
 from __future__ import annotations
 
@@ -139,24 +139,6 @@ def test_dtype_casts_all_but_the_packed_tensors(saved):
     assert logits(loaded).dtype == torch.bfloat16
 
 
-def test_saving_with_a_dtype_casts_all_but_the_packed_tensors(saved, tmp_path):
-    model = load_model(saved)
-    save_model(model, tmp_path / "half", dtype=torch.bfloat16)
-    loaded = load_model(tmp_path / "half")
-    assert torch.equal(logits(loaded), logits(load_model(saved, dtype=torch.bfloat16)))
-    assert loaded.dtype == loaded.config.dtype == torch.bfloat16
-    assert model.dtype == torch.float32  # as before
-
-
-def test_value_beyond_the_dtype_is_named(tmp_path):
-    model = quantized(llama())
-    with torch.no_grad():
-        model.model.norm.weight[7] = 1e5
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has values beyond.*float16"):
-        save_model(model, tmp_path / "exl3", dtype=torch.float16)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_tensors_have_the_names_of_an_exl3_checkpoint(saved):
     names = set(load_file(saved / "model.safetensors"))
     mine = {name for name in names if name.startswith(UP)}
@@ -285,7 +267,7 @@ def test_wrong_marker_value_is_named(saved):
 
 def test_missing_dense_tensor_is_named(saved):
     rewritten(saved, **{"model.norm.weight": None})
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight.*\[192\]"):
+    with pytest.raises(ValueError, match=r"the checkpoint lacks model\.norm\.weight$"):
         load_model(saved)
 
 
@@ -325,7 +307,7 @@ def test_matrix_of_another_size_is_named(saved):
 
 def test_dense_tensor_of_another_size_is_named(saved):
     rewritten(saved, **{"model.norm.weight": torch.ones(100)})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is \[100\], expected \[192\]"):
         load_model(saved)
 
 

@@ -1,0 +1,169 @@
+"""Tiny models of transformers' families, and EXL3 checkpoints of them written by hand.
+
+A checkpoint is written in the converter's layout from random packed matrices, tensor by tensor and
+without the library's own savers; the same matrices, dequantised by the oracle, make the dense
+model that it has to equal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import oracle
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+MARKERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+VOCABULARY = 300  # padded to 384
+
+
+def marker(codebook: str) -> torch.Tensor:
+    return torch.tensor(MARKERS[codebook]).to(torch.uint32).view(torch.int32)
+
+
+def padded(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+class Checkpoint:
+    """Tensors of a checkpoint in the making, and the dense model that they stand for.
+
+    Args:
+        model: its weights are replaced by what the packed matrices stand for.
+        seed: of the words and scales.
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self.model, self.random = model, np.random.default_rng(seed)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.packed: set[str] = set()
+
+    def matrix(
+        self,
+        stem: str,
+        in_features: int,
+        out_features: int,
+        bits: float,
+        codebook: str,
+        bias: torch.Tensor | None = None,
+        gain: float = 1.0,
+    ) -> torch.Tensor:
+        """Adds a matrix's tensors; returns its weight, float32 [out, in]."""  # fmt: skip
+        rows, columns = padded(in_features), padded(out_features)
+        shape = (rows // 16, columns // 16, int(16 * bits))
+        trellis = self.random.integers(-(2**15), 2**15, shape, np.int16)
+        suh = self._scales(rows, 1.0)
+        svh = self._scales(columns, gain * rows**-0.5)
+        for field, array in (("trellis", trellis), ("suh", suh), ("svh", svh)):
+            self.tensors[f"{stem}.{field}"] = torch.from_numpy(array)
+        if codebook != "3inst":
+            self.tensors[f"{stem}.{codebook}"] = marker(codebook)
+        if bias is not None:
+            full = torch.zeros(columns, dtype=torch.float16)
+            full[:out_features] = bias
+            self.tensors[f"{stem}.bias"] = full
+        weight = oracle.weight(trellis, suh, svh, codebook)[:in_features, :out_features]
+        return torch.from_numpy(weight.T.astype(np.float32)).contiguous()
+
+    def _scales(self, features: int, factor: float) -> np.ndarray:
+        values = self.random.choice([-1, 1], features) * self.random.uniform(0.5, 2, features)
+        return (values * factor).astype(np.float16)
+
+    def linear(self, name: str, bits: float, codebook: str, stem: str | None = None) -> None:
+        """Packs the model's layer ``name``."""
+        layer = self.model.get_submodule(name)
+        if layer.bias is not None:
+            layer.bias.data = layer.bias.data.half().float()
+        layer.weight = nn.Parameter(
+            self.matrix(stem or name, layer.in_features, layer.out_features, bits, codebook,
+                        layer.bias)
+        )  # fmt: skip
+        self.packed |= {f"{name}.weight", f"{name}.bias"}
+
+    def fused(self, name: str, parts: dict[str, int], rates: list[tuple[float, str]]) -> None:
+        """Packs a fused layer as the parts beside it: name -> outputs."""
+        layer, parent = self.model.get_submodule(name), name.rpartition(".")[0]
+        weights = [
+            self.matrix(f"{parent}.{part}", layer.in_features, size, *rate)
+            for (part, size), rate in zip(parts.items(), rates, strict=True)
+        ]
+        layer.weight = nn.Parameter(torch.cat(weights))
+        self.packed.add(f"{name}.weight")
+
+    def dense(self) -> dict[str, torch.Tensor]:
+        """What stays as it is, under the names of a checkpoint."""
+        state = self.model.state_dict()
+        tied = self.model.all_tied_weights_keys
+        left = {
+            n: t.contiguous() for n, t in state.items() if n not in self.packed and n not in tied
+        }
+        return revert_weight_conversion(self.model, left)
+
+    def write(self, folder: Path, **quantization: object) -> Path:
+        """Writes model.safetensors and config.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({**self.dense(), **self.tensors}, folder / "model.safetensors")
+        config = self.model.config.to_dict()
+        config["architectures"] = [type(self.model).__name__]
+        config["dtype"] = "float32"
+        config["quantization_config"] = {"quant_method": "exl3", "bits": 3.0, **quantization}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 320,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def build(family: str, seed: int = 0, **options: object) -> nn.Module:
+    """A tiny model with random weights; ``family`` as in transformers' class names."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases with an effect of their own
+                parameter.copy_(parameter + 0.1 * torch.randn_like(parameter))
+    return model
+
+
+RATES = [(3, "mcg"), (4, "mul1"), (5, "3inst"), (2.5, "mul1"), (2, "mcg"), (6, "mul1")]
+
+
+def pack_linears(checkpoint: Checkpoint, skip: tuple[str, ...] = ()) -> None:
+    """Every nn.Linear but those whose name ends in one of ``skip``, with mixed rates."""
+    model = checkpoint.model
+    fused = {
+        "qkv_proj": lambda layer, head: {"q_proj": 192, "k_proj": 64, "v_proj": 64},
+        "gate_up_proj": lambda layer, head: {
+            "gate_proj": layer.out_features // 2, "up_proj": layer.out_features // 2
+        },
+    }  # fmt: skip
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    for i, (name, layer) in enumerate(layers):
+        last = name.rpartition(".")[2]
+        if name.endswith(skip):
+            continue
+        if last in fused:
+            parts = fused[last](layer, model.config.head_dim)
+            checkpoint.fused(name, parts, RATES[: len(parts)])
+        else:
+            checkpoint.linear(name, *RATES[i % len(RATES)])
+
+
+def logits(model: nn.Module, count: int = 24) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(3, 3 + count)[None]).logits
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative L2."""
+    return float((got.double() - want.double()).norm() / want.double().norm())

@@ -1,0 +1,266 @@
+"""Which module of a transformers model takes which matrices of a checkpoint.
+
+Works on the model's skeleton, before any weight is read: modules are replaced by packed ones on
+the meta device, and it is settled how each tensor gets to its place. A matrix that no module
+claims is an error, since a model with a layer left at random talks fluently all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..formats import codebooks, tiles
+from ..formats.checkpoint import Exl3Group
+from ..formats.reading import Reader, is_plain
+from ..nn import Exl3Linear, Exl3Parts
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Layers that transformers fuses, and the layers beside them that converters store instead."""
+
+Read = Callable[[], dict[str, torch.Tensor]]
+"""Gives the tensors of a module, by their names in it."""
+
+
+@dataclass
+class Placement:
+    """What was replaced, and where tensors go.
+
+    Attributes:
+        stems: name of a matrix in the checkpoint, as the model's own renamings leave it -> name of
+            its module. Its tensors are loaded as they are, but for those in ``consumed``.
+        reads: module -> how to read it, where its tensors need more than to be copied.
+        triggers: full name of a tensor, renamed like ``stems`` -> module to read when it comes up.
+        consumed: stems whose tensors ``reads`` take care of.
+        replaced: names of the modules that were replaced.
+        ignored: names of matrices that are left out on purpose.
+    """
+
+    stems: dict[str, str] = field(default_factory=dict)
+    reads: dict[str, Read] = field(default_factory=dict)
+    triggers: dict[str, str] = field(default_factory=dict)
+    consumed: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+    ignored: list[str] = field(default_factory=list)
+
+
+def place(
+    model: nn.Module,
+    groups: Iterable[Exl3Group],
+    rename: Callable[[str], str],
+    ignored: Callable[[str], bool],
+    dtype: torch.dtype,
+) -> Placement:
+    """Replaces the modules of ``model`` that ``groups`` hold the weights of.
+
+    Args:
+        model: on the meta device; changed in place.
+        groups: the checkpoint's matrices.
+        rename: a tensor's name in the checkpoint -> the model's own name for it.
+        ignored: tells of a tensor's name whether the model leaves it out on purpose.
+        dtype: what the packed modules say that their weight has.
+
+    Raises:
+        ValueError: a matrix without a module, or one that does not fit its module.
+    """
+    return _Placer(model, groups, rename, ignored, dtype).run()
+
+
+class _Placer:
+    def __init__(self, model, groups, rename, ignored, dtype) -> None:
+        self.model, self.dtype = model, dtype
+        self.result = Placement()
+        self.reader = Reader()
+        self.groups: dict[str, Exl3Group] = {}
+        for group in groups:
+            name = f"{group.name}.trellis"
+            if ignored(name) or ignored(rename(name)):
+                self.result.ignored.append(group.name)
+            else:
+                self.groups[_stem(rename(name), model)] = group
+
+    def run(self) -> Placement:
+        slices = _slices(self.groups)
+        for name, module in list(self.model.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue
+            if name in self.groups:
+                self._replace(name, self._linear(name, name, module))
+            elif name in slices:
+                self._sliced(name, module, slices[name])
+            elif name.rpartition(".")[2] in FUSED:
+                self._fused(name, module)
+        self._reject_rest()
+        return self.result
+
+    def _replace(self, name: str, new: nn.Module) -> None:
+        self.result.replaced.add(name)
+        self.model.set_submodule(name, new, strict=True)
+
+    def _linear(
+        self, stem: str, name: str, like: nn.Linear, sizes: tuple[int, int] | None = None
+    ) -> Exl3Linear:
+        """A packed layer for the matrix ``stem``, whose module will be ``name``."""
+        group = self.groups.pop(stem)
+        in_features, out_features = sizes or (like.in_features, like.out_features)
+        _check_size(group, in_features, out_features)
+        if group.codebook not in codebooks.CODEBOOKS:
+            raise ValueError(
+                f"{group.name}.{group.codebook} at {group.bits} bits fits two codebooks, "
+                "expected quantization_config to say which"
+            )
+        if ("bias" in group.tensors) != (like.bias is not None):
+            raise ValueError(
+                f"{group.name}.trellis has {'a' if 'bias' in group.tensors else 'no'} bias "
+                f"beside it, and the model's {name} has {'none' if like.bias is None else 'one'}"
+            )
+        self.result.stems[stem] = name
+        if not is_plain(group):
+            # All of them: the loader takes a name that the model has too for that one.
+            self.result.triggers.update({f"{stem}.{field}": name for field in group.tensors})
+            self.result.reads[name] = lambda: self.reader.matrix(
+                group, in_features=in_features, out_features=out_features
+            ).state_dict()
+        return Exl3Linear(
+            in_features,
+            out_features,
+            like.bias is not None,
+            bits=group.bits,
+            codebook=group.codebook,
+            device="meta",
+            dtype=self.dtype,
+        )
+
+    def _fused(self, name: str, module: nn.Linear) -> None:
+        """Parts stored beside the place of a fused layer, such as q, k and v of qkv_proj."""
+        parent, _, last = name.rpartition(".")
+        stems = {part: f"{parent}.{part}" if parent else part for part in FUSED[last]}
+        present = [part for part, stem in stems.items() if stem in self.groups]
+        if not present:
+            return
+        if len(present) < len(stems):
+            missing = next(part for part in stems if part not in present)
+            raise ValueError(
+                f"{stems[present[0]]}.trellis is a part of {name}, "
+                f"but {stems[missing]}.trellis is missing"
+            )
+        if module.bias is not None:
+            raise ValueError(f"{name} has a bias, expected none where its parts are stored apart")
+        stored = [self.groups[stem].out_features for stem in stems.values()]
+        sizes = _logical_parts(module.out_features, stored, self._head_multiple(name, last))
+        if sizes is None:
+            raise ValueError(
+                f"{stems[present[0]]}.trellis and the parts beside it have {stored} outputs, "
+                f"which do not make the {module.out_features} of {name}"
+            )
+        parts = {
+            part: self._linear(stem, f"{name}.{part}", module, (module.in_features, size))
+            for (part, stem), size in zip(stems.items(), sizes, strict=True)
+        }
+        self._replace(name, Exl3Parts(parts, "out"))
+
+    def _head_multiple(self, name: str, last: str) -> list[int] | None:
+        """Logical sizes of the parts, from the config: padding hides them in the files."""
+        config = self.model.config.get_text_config()
+        if last == "gate_up_proj":
+            return None
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv = getattr(config, "num_key_value_heads", None) or heads
+        return [heads * size, kv * size, kv * size]
+
+    def _sliced(self, name: str, module: nn.Linear, count: int) -> None:
+        """A very wide layer stored as ``name.slice.0`` and so on."""
+        stems = [f"{name}.slice.{i}" for i in range(count)]
+        groups = [self.groups[stem] for stem in stems]
+        rows, columns = [g.in_features for g in groups], [g.out_features for g in groups]
+        whole = (tiles.padded(module.in_features), tiles.padded(module.out_features))
+        if sum(columns) == whole[1] and set(rows) == {whole[0]}:
+            axis, sizes = "out", [(module.in_features, size) for size in columns]
+            sizes[-1] = (module.in_features, columns[-1] - whole[1] + module.out_features)
+        elif sum(rows) == whole[0] and set(columns) == {whole[1]}:
+            axis, sizes = "in", [(size, module.out_features) for size in rows]
+            sizes[-1] = (rows[-1] - whole[0] + module.in_features, module.out_features)
+        else:
+            raise ValueError(
+                f"{groups[0].name}.trellis and its {count - 1} other slices are "
+                f"{list(zip(rows, columns, strict=True))} (in x out), "
+                f"which do not make the {whole[0]} x {whole[1]} of {name}"
+            )
+        if module.bias is not None:
+            raise ValueError(f"{name} has a bias, expected none where it is stored in slices")
+        parts = {
+            f"slice.{i}": self._linear(stem, stem, module, size)
+            for i, (stem, size) in enumerate(zip(stems, sizes, strict=True))
+        }
+        self._replace(name, Exl3Parts(parts, axis))
+
+    def _reject_rest(self) -> None:
+        """What no module claimed."""
+        if not self.groups:
+            return
+        stem, group = next(iter(self.groups.items()))
+        more = f" (and {len(self.groups) - 1} more)" if len(self.groups) > 1 else ""
+        try:
+            module = self.model.get_submodule(stem)
+        except AttributeError:
+            raise ValueError(f"{group.name}.trellis has no place in the model{more}") from None
+        raise ValueError(
+            f"{group.name}.trellis belongs to a {type(module).__name__} of the model, "
+            f"expected an nn.Linear{more}"
+        )
+
+
+def _stem(name: str, model: nn.Module) -> str:
+    """The module of a tensor; with or without the prefix of the base model, as the model has it."""
+    stem = name.rpartition(".")[0]
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    if prefix == ".":
+        return stem
+    inside = hasattr(model, prefix[:-1])
+    first = stem.partition(".")[0]
+    if not inside and stem.startswith(prefix):
+        return stem.removeprefix(prefix)
+    if inside and not hasattr(model, first):
+        return prefix + stem
+    return stem
+
+
+def _slices(groups: Iterable[str]) -> dict[str, int]:
+    """Name of a sliced layer -> number of its slices."""
+    found: dict[str, set[int]] = {}
+    for stem in groups:
+        match = re.fullmatch(r"(.+)\.slice\.(\d+)", stem)
+        if match:
+            found.setdefault(match[1], set()).add(int(match[2]))
+    for name, numbers in found.items():
+        if numbers != set(range(len(numbers))):
+            missing = min(set(range(len(numbers))) - numbers)
+            raise ValueError(f"{name}.slice.{missing}.trellis is missing beside other slices")
+    return {name: len(numbers) for name, numbers in found.items()}
+
+
+def _logical_parts(total: int, stored: list[int], known: list[int] | None) -> list[int] | None:
+    """Logical outputs of each part, given the fused layer's and the padded ones."""
+    if known is None and total % len(stored) == 0:
+        known = [total // len(stored)] * len(stored)
+    if known is None or sum(known) != total:
+        return None
+    return known if [tiles.padded(size) for size in known] == stored else None
+
+
+def _check_size(group: Exl3Group, in_features: int, out_features: int) -> None:
+    wanted = (tiles.padded(in_features), tiles.padded(out_features))
+    if (group.in_features, group.out_features) != wanted:
+        raise ValueError(
+            f"{group.name}.trellis is {group.in_features} x {group.out_features}, expected "
+            f"{wanted[0]} x {wanted[1]} (in x out, padded) for the model's "
+            f"{in_features} x {out_features}"
+        )

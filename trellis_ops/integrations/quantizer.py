@@ -1,0 +1,271 @@
+"""The transformers plugin: what makes ``from_pretrained`` understand ``quant_method: "exl3"``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+)
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..formats.checkpoint import read_exl3_files
+from ..nn import Exl3Linear, Exl3Parts
+from . import saving
+from .placement import Placement, place
+
+logger = logging.get_logger(__name__)
+
+_SLAB = "exl3_slab"
+_CONSUMED = "exl3.consumed"
+
+
+class Exl3Config(QuantizationConfigMixin):
+    """``quantization_config`` of an EXL3 checkpoint: a record, which decides nothing.
+
+    Headers of the safetensors files say what is quantised, at which rate, with which codebook.
+    All fields are kept as they came.
+    """
+
+    def __init__(self, quant_method: str = "exl3", **fields: Any) -> None:
+        self.quant_method = quant_method
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+class Exl3Quantizer(HfQuantizer):
+    """Puts packed modules into the model before transformers loads its weights."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: Exl3Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # Files are packed whether or not the model's own config says so.
+        self.pre_quantized = True
+        self.placement = Placement()
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        files = [str(file) for file in checkpoint_files or ()]
+        if not files or not all(file.endswith(".safetensors") for file in files):
+            raise ValueError(f"exl3: the weights are in {files}, expected safetensors files")
+        index = read_exl3_files(files, self.quantization_config.to_dict())
+        if not index.groups:
+            raise ValueError(
+                f"exl3: {files[0]} holds no quantised matrix; if the repository keeps one branch "
+                "for each rate, name one (revision=...)"
+            )
+        renamings = [t for t in _conversions(model) if isinstance(t, WeightRenaming)]
+        ignored = _ignored_names(model)
+        self.placement = place(
+            model,
+            index.groups,
+            lambda name: apply_renamings(name, renamings),
+            lambda name: ignored.search(name) is not None,
+            model.dtype,
+        )
+        if self.placement.ignored:
+            names = self.placement.ignored
+            logger.warning(
+                f"exl3: {len(names)} matrices of layers that {type(model).__name__} does not run "
+                f"(multi-token prediction) are left out, from {names[0]} to {names[-1]}"
+            )
+        # An instance's own set: that of the class serves every model of the architecture.
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            rf"^{re.escape(_CONSUMED)}$",
+            *([ignored.pattern] if self.placement.ignored else ()),
+        }
+        _untie(model, self.placement.replaced)
+        return model
+
+    def get_weight_conversions(self):
+        return [
+            _ToModules(self.placement),
+            WeightConverter(_SLAB, "trellis", [_ReadModule(self.placement)]),
+        ]
+
+    def update_weight_conversions(self, weight_conversions, *model):
+        return [*weight_conversions, *self.get_weight_conversions()]
+
+    def update_parallel_plan(self, model, plan):
+        """Nothing: the packed tensors have no place in transformers' own plans."""
+
+    def update_tp_plan(self, config):
+        return config
+
+    def update_ep_plan(self, config):
+        return config
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for module in model.modules():
+            if isinstance(module, Exl3Linear):
+                # The loader makes a trainable parameter of every float tensor.
+                module.requires_grad_(False)
+                if module.suh.dtype != torch.float16 or module.svh.dtype != torch.float16:
+                    raise ValueError(
+                        f"exl3: scales were loaded as {module.suh.dtype}, expected float16"
+                    )
+        # What is left undoes on saving what was done on loading; a module that was read by
+        # _ReadModule is saved in the current layout instead.
+        model._weight_conversions = [
+            t
+            for t in model._weight_conversions
+            if not isinstance(t, WeightConverter) or not isinstance(t.operations[0], _ReadModule)
+        ]
+        self.placement.reads.clear()
+        saving.attach(model)
+        return model
+
+    # ---- saving and the rest ----------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model):
+        saving.describe(model, self.quantization_config)
+        model.config.quantization_config = self.quantization_config
+        return saving.state_dict(model), {}
+
+    def _dequantize(self, model, dtype=None):
+        if isinstance(dtype, str):  # save_pretrained leaves the name in the config
+            dtype = getattr(torch, dtype)
+        packed = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, (Exl3Linear, Exl3Parts))
+        }
+        for name, module in packed.items():
+            if name.rpartition(".")[0] not in packed and ".slice." not in name:
+                model.set_submodule(name, _dense(module, dtype or model.dtype))
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train over the frozen layers."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Registers "exl3" with transformers, once."""
+    taken = AUTO_QUANTIZER_MAPPING.get("exl3")
+    if taken is Exl3Quantizer:
+        return
+    if taken is not None or "exl3" in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        logger.warning(
+            "trellis_ops: another package has registered the quantiser exl3 with transformers; "
+            "its own one loads such checkpoints"
+        )
+        return
+    register_quantization_config("exl3")(Exl3Config)
+    register_quantizer("exl3")(Exl3Quantizer)
+
+
+class _ToModules(WeightRenaming):
+    """Names of stored tensors -> names in the model; a table, since no pattern tells them."""
+
+    __slots__ = ("placement", "reverse", "stems")
+
+    def __init__(self, placement: Placement, reverse: bool = False) -> None:
+        super().__init__("exl3", "exl3")
+        self.placement, self.reverse, self.stems = placement, reverse, placement.stems
+        if reverse:
+            self.stems = {name: stem for stem, name in placement.stems.items()}
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        self._was_used = True
+        stem, _, field = source_key.rpartition(".")
+        if self.reverse:
+            return f"{self.stems.get(stem, stem)}.{field}", None
+        if source_key in self.placement.triggers:
+            return f"{self.placement.triggers[source_key]}.{_SLAB}", None
+        if stem in self.placement.consumed:
+            return _CONSUMED, None
+        return f"{self.stems.get(stem, stem)}.{field}", None
+
+    def reverse_transform(self) -> _ToModules:
+        return _ToModules(self.placement, reverse=True)
+
+
+class _ReadModule(ConversionOps):
+    """Reads a whole module when the loader comes to one small tensor of it."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def __deepcopy__(self, memo) -> _ReadModule:
+        return self
+
+    def convert(self, input_dict, full_layer_name="", **kwargs):
+        ((tensor, *_), *_) = input_dict.values()
+        name = full_layer_name.rpartition(".")[0]
+        tensors = self.placement.reads[name]()
+        return {f"{name}.{field}": part.to(tensor.device) for field, part in tensors.items()}
+
+
+def _ignored_names(model: nn.Module) -> re.Pattern[str]:
+    """Tensors that the model leaves out: what its class says, and the layers after its last.
+
+    Those predict more than one token ahead (MTP), and have the next numbers after the decoder's.
+    """
+    patterns = [str(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    config = model.config.get_text_config()
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    if not extra and any("layers" in pattern for pattern in patterns):
+        extra = 1
+    first = getattr(config, "num_hidden_layers", 0)
+    patterns += [rf"(^|\.)layers\.{first + i}\." for i in range(extra)]
+    patterns.append(r"^(model\.)?mtp\.")
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+def _untie(model: nn.Module, replaced: set[str]) -> None:
+    """A quantised head is a matrix of its own, whatever the config says of tied embeddings."""
+    tied = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if target.rpartition(".")[0] in replaced
+    }
+    if not tied:
+        return
+    for target in tied:
+        del model.all_tied_weights_keys[target]
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _dense(packed: nn.Module, dtype: torch.dtype) -> nn.Linear:
+    """An ordinary layer with the weight that the packed one stands for."""
+    weight = packed.dequantize(dtype)
+    linear = nn.Linear(packed.in_features, packed.out_features, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    bias = packed.bias
+    linear.bias = (
+        bias if bias is None else nn.Parameter(bias[: linear.out_features].to(dtype), False)
+    )
+    return linear
+
+
+def _conversions(model) -> list:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(model)

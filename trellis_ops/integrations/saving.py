@@ -1,0 +1,188 @@
+"""A transformers model with packed layers as an EXL3 checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import types
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..formats import codebooks
+from ..formats.checkpoint import Index, read_exl3_index
+from ..nn import Exl3Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RECORD = "quantization_config.json"
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+def save_model(
+    model: PreTrainedModel,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    calibration: Mapping[str, int] | None = None,
+    **options: Any,
+) -> None:
+    """Writes a model with packed layers as an EXL3 checkpoint: weights, config, tokenizer.
+
+    What ``model.save_pretrained`` does, and besides every file is complete before it gets its
+    name: an existing checkpoint in ``directory`` is replaced file by file, and other files there
+    are left alone. The same model gives the same bytes. Afterwards ``model.save_pretrained``
+    writes the same checkpoint.
+
+    Args:
+        model: its linears quantised, for instance by ``quantize_model``; or loaded as such.
+        directory: made if missing.
+        tokenizer: saved beside the model, if given.
+        calibration: ``{"rows": ..., "cols": ...}`` of the text behind the Hessians, for the
+            record; default what the model's own config says.
+        options: of ``save_pretrained``, such as ``max_shard_size``.
+
+    Raises:
+        ValueError: nothing in the model is packed, or a tensor is on the meta device.
+    """
+    prepare(model)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_meta and not hasattr(model, "hf_device_map"):
+            raise ValueError(f"save_model: {name} is on the meta device and has no values")
+    if calibration is not None:
+        model.hf_quantizer.quantization_config.calibration = dict(sorted(calibration.items()))
+    with _staged(Path(directory)) as staging:
+        model.save_pretrained(staging, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        for file in staging.glob("*.safetensors"):
+            # safetensors makes its files readable by their owner only.
+            shutil.copymode(staging / "config.json", file)
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Makes ``save_pretrained`` of a model whose layers were swapped write an EXL3 checkpoint."""
+    if not any(isinstance(module, Exl3Linear) for module in model.modules()):
+        raise ValueError("save_model: the model has no Exl3Linear, quantise it first")
+    from .quantizer import Exl3Config, Exl3Quantizer
+
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = Exl3Quantizer(Exl3Config())
+        attach(model)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for target in list(tied):
+        if isinstance(model.get_submodule(target.rpartition(".")[0]), Exl3Linear):
+            del tied[target]
+            model.config.tie_word_embeddings = False
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Has ``model.save_pretrained`` also write quantization_config.json, for other tools.
+
+    transformers offers no place for it: its hook for quantisers is not told the directory.
+    """
+    model.save_pretrained = types.MethodType(_save_pretrained, model)
+
+
+def _save_pretrained(self: PreTrainedModel, save_directory, *args, **kwargs) -> None:
+    type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    if getattr(self, "hf_quantizer", None) is None or getattr(self, "_hf_peft_config_loaded", None):
+        return
+    folder = Path(save_directory)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    record = config["quantization_config"]
+    record["tensor_storage"] = tensor_storage(read_exl3_index(folder))
+    text = json.dumps(record, indent=2) + "\n"
+    (folder / RECORD).write_text(text, encoding="utf-8")
+
+
+def state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict, under the names of a checkpoint."""
+    return model.state_dict()
+
+
+def describe(model: nn.Module, config: Any) -> None:
+    """Brings the fields of a quantization_config up to date with the model's layers."""
+    from .. import __version__
+
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Exl3Linear)}
+    body = {name: layer for name, layer in layers.items() if not _is_head(name)} or layers
+    weights = {name: layer.trellis.shape[:2].numel() for name, layer in body.items()}
+    bits = sum(body[name].bits * count for name, count in weights.items()) / sum(weights.values())
+    head = [layer.bits for name, layer in layers.items() if _is_head(name)]
+    used = [layer.codebook for layer in layers.values()]
+    config.bits = round(bits, 2)
+    config.head_bits = head[0] if head else 16
+    # Markers beside the tensors decide. To readers this field tells what it means if there is none.
+    config.codebook = "3inst" if "3inst" in used else max(sorted(set(used)), key=used.count)
+    for name, default in (("version", __version__), ("out_scales", "always")):
+        if not hasattr(config, name):
+            setattr(config, name, default)
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
+
+
+def tensor_storage(index: Index) -> dict[str, dict]:
+    """What quantization_config.json tells of every tensor, by the name of its module."""
+    storage: dict[str, dict] = {}
+    groups = {group.name: group for group in index.groups}
+    stored = [*index.others, *(t for group in index.groups for t in group.tensors.values())]
+    for tensor in sorted(stored, key=lambda tensor: tensor.name):
+        stem = tensor.name.rpartition(".")[0]
+        entry = storage.setdefault(stem, {"stored_tensors": {}})
+        entry["stored_tensors"][tensor.name] = {
+            "shape": list(tensor.shape),
+            "n_bytes": tensor.nbytes,
+            "dtype": f"torch.{_DTYPES.get(tensor.dtype, tensor.dtype.lower())}",
+        }
+    for name, group in groups.items():
+        storage[name].update(quant_format="exl3", bits_per_weight=group.bits)
+        if group.codebook in ("mcg", "mul1"):
+            storage[name][f"{group.codebook}_multiplier"] = codebooks.MARKERS[group.codebook]
+    return storage
+
+
+@contextmanager
+def _staged(directory: Path):
+    """A folder beside ``directory`` whose files move there when all of them are written."""
+    directory = Path(os.path.abspath(directory))
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"save_model: {directory} exists and is no directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
+    staging.mkdir()
+    try:
+        yield staging
+        if directory.exists():
+            _reject_strangers(directory, {file.name for file in staging.iterdir()})
+            # Weights last: until then the old ones stand, and the new ones' name is never half.
+            for file in sorted(staging.iterdir(), key=lambda file: "safetensors" in file.name):
+                os.replace(file, directory / file.name)
+        else:
+            os.replace(staging, directory)
+    finally:
+        if staging.exists():
+            shutil.rmtree(staging)
+
+
+def _reject_strangers(directory: Path, new: set[str]) -> None:
+    for pattern in ("*.safetensors", "*.safetensors.index.json"):
+        for file in directory.glob(pattern):
+            if file.name not in new:
+                raise FileExistsError(
+                    f"save_model: {file} would be mixed up with the new weights, "
+                    "choose another directory"
+                )
