@@ -1,3 +1,4 @@
 """Drop-in modules."""
 
 from .linear import Exl3Linear as Exl3Linear
+from .moe import Exl3MoE as Exl3MoE
