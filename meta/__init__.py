@@ -7,6 +7,7 @@ implementations to the schemas defined here, so either may be absent or come fir
 
 from . import checks as checks
 from . import fakes as fakes
+from . import moe_checks as moe_checks
 from .schemas import LIBRARY as LIBRARY
 from .schemas import NAMESPACE as NAMESPACE
 from .schemas import SCHEMAS as SCHEMAS

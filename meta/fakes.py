@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from . import moe_checks
 from .checks import OPS
 from .schemas import LIBRARY, NAMESPACE
 
@@ -76,3 +77,26 @@ _fake("quantize_tiles")(_quantize_tiles)
 @_fake("_quantize_tiles_isa")
 def _quantize_tiles_isa(tiles, tile_words, codebook, isa):
     return _quantize_tiles(tiles, tile_words, codebook)
+
+
+def _register_moe(name: str) -> None:
+    @_fake(name)
+    def fake(x, *arguments):
+        moe_checks.OPS[name](x, *arguments)
+        workspace = name == "rank_sliced_moe_planned"
+        return x.new_empty(x.shape, dtype=arguments[-2 if workspace else -1])
+
+
+for _name in (
+    "rank_sliced_moe",
+    "rank_sliced_moe_inference",
+    "rank_sliced_moe_planned",
+    "parity_moe",
+):
+    _register_moe(_name)
+
+
+@_fake("moe_grad")
+def _moe_grad(grad, x, topk_ids, topk_weights, *layer):
+    moe_checks.OPS["moe_grad"](grad, x, topk_ids, topk_weights, *layer)
+    return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)

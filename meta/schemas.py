@@ -14,6 +14,17 @@ _GEMM = (
     " SymInt out_features, ScalarType out_dtype) -> Tensor"
 )
 
+# The routed experts of one layer; see trellis_ops/moe_ops.py for what each argument holds.
+_MOE_LAYER = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table,"
+    " Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh,"
+    " Tensor down_suh, Tensor down_svh,"
+    " Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias,"
+    " int gate_codebook, int up_codebook, int down_codebook,"
+    " SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale"
+)
+_MOE = f"({_MOE_LAYER}, ScalarType out_dtype) -> Tensor"
+
 SCHEMAS: dict[str, str] = {
     "trellis_gemm": _GEMM,
     # The same kernel without an autograd formula: registering one costs every eager call about
@@ -31,6 +42,12 @@ SCHEMAS: dict[str, str] = {
     "unpack_trellis": "(Tensor trellis) -> Tensor",
     "pack_trellis": "(Tensor states, int tile_words) -> Tensor",
     "quantize_tiles": "(Tensor tiles, int tile_words, int codebook) -> (Tensor, Tensor)",
+    "rank_sliced_moe": _MOE,
+    # As with trellis_gemm_inference. "planned" takes its scratch from the caller.
+    "rank_sliced_moe_inference": _MOE,
+    "rank_sliced_moe_planned": _MOE.replace(") ->", ", Tensor(a!) workspace) ->"),
+    "parity_moe": _MOE,
+    "moe_grad": f"(Tensor grad, {_MOE_LAYER}) -> (Tensor, Tensor)",
     # Private: force one CUDA route and its share of the matrix (see csrc/cuda/gemm/problem.h).
     "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
@@ -39,6 +56,11 @@ SCHEMAS: dict[str, str] = {
         "(Tensor tiles, int tile_words, int codebook, int isa) -> (Tensor, Tensor)"
     ),
     "_cpu_isas": "() -> int",
+    # Private: bytes of scratch that rank_sliced_moe needs; sizes are those of one slice, padded.
+    "_moe_workspace_bytes": (
+        "(int tokens, int top_k, int experts, int slices, int hidden, int intermediate, bool cuda)"
+        " -> int"
+    ),
 }
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

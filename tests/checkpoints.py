@@ -8,6 +8,7 @@ model that it has to equal.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
+
+Rates = Callable[[str, int], float]
 
 MARKERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 VOCABULARY = 300  # padded to 384
@@ -51,14 +54,15 @@ class Checkpoint:
         bits: float,
         codebook: str,
         bias: torch.Tensor | None = None,
-        gain: float = 1.0,
+        suh: np.ndarray | None = None,
+        svh: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Adds a matrix's tensors; returns its weight, float32 [out, in]."""  # fmt: skip
+        """Adds a matrix's tensors; returns its weight, float32 [out, in]."""
         rows, columns = padded(in_features), padded(out_features)
         shape = (rows // 16, columns // 16, int(16 * bits))
         trellis = self.random.integers(-(2**15), 2**15, shape, np.int16)
-        suh = self._scales(rows, 1.0)
-        svh = self._scales(columns, gain * rows**-0.5)
+        suh = self._scales(rows, 1.0) if suh is None else suh
+        svh = self._scales(columns, rows**-0.5) if svh is None else svh
         for field, array in (("trellis", trellis), ("suh", suh), ("svh", svh)):
             self.tensors[f"{stem}.{field}"] = torch.from_numpy(array)
         if codebook != "3inst":
@@ -95,6 +99,67 @@ class Checkpoint:
         layer.weight = nn.Parameter(torch.cat(weights))
         self.packed.add(f"{name}.weight")
 
+    def experts(
+        self,
+        name: str,
+        rates: Rates,
+        codebook: str = "mcg",
+        *,
+        stem: str | None = None,
+        spelled: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        slices: int = 1,
+        marked: bool = False,
+        shared: str | None = None,
+    ) -> None:
+        """Packs routed experts.
+
+        Args:
+            name: of the module, which holds ``gate_up_proj`` and ``down_proj``.
+            rates: (projection, expert) -> bits.
+            stem: their prefix in the checkpoint.
+            spelled: names of gate, up and down there.
+            slices: rank slices of each expert; ``marked``: name one slice as such too.
+            shared: "shared_h_v1" or "r7": hidden-side vectors are stored once for all.
+        """
+        module, stem = self.model.get_submodule(name), stem or name
+        count, _, hidden = module.gate_up_proj.shape
+        whole = module.down_proj.shape[2]
+        size = whole // slices
+        vectors = {
+            (p, r): self._scales(padded(hidden), 1.0 if p != "down" else size**-0.5)
+            for p in ("gate", "up", "down")
+            for r in range(slices)
+        }
+        if shared == "r7":
+            vectors["up", 0] = vectors["gate", 0]
+        gates_ups, downs = [], []
+        for e in range(count):
+            parts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
+            for p, spelling in zip(parts, spelled, strict=True):
+                for r in range(slices):
+                    rank = f".rank{r}" if marked or slices > 1 else ""
+                    full = f"{stem}.{e}.{spelling}{rank}"
+                    sizes = (size, hidden) if p == "down" else (hidden, size)
+                    field = "svh" if p == "down" else "suh"
+                    own = {field: vectors[p, r]} if shared else {}
+                    parts[p].append(self.matrix(full, *sizes, rates(p, e), codebook, **own))
+                    if shared:
+                        del self.tensors[f"{full}.{field}"]
+            gate, up = torch.cat(parts["gate"]), torch.cat(parts["up"])
+            gates_ups.append(torch.cat([gate, up]))
+            downs.append(torch.cat(parts["down"], dim=1))
+        if shared == "shared_h_v1":
+            for (p, r), vector in vectors.items():
+                field = "svh" if p == "down" else "suh"
+                full = f"{stem}.shared_h.{p}_proj.rank{r}.{field}"
+                self.tensors[full] = torch.from_numpy(vector)
+        elif shared == "r7":
+            self.tensors[f"{stem}.r7_shared.gate_up_suh"] = torch.from_numpy(vectors["gate", 0])
+            self.tensors[f"{stem}.r7_shared.down_svh"] = torch.from_numpy(vectors["down", 0])
+        module.gate_up_proj = nn.Parameter(torch.stack(gates_ups))
+        module.down_proj = nn.Parameter(torch.stack(downs))
+        self.packed |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
+
     def dense(self) -> dict[str, torch.Tensor]:
         """What stays as it is, under the names of a checkpoint."""
         state = self.model.state_dict()
@@ -129,10 +194,34 @@ def build(family: str, seed: int = 0, **options: object) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases with an effect of their own
                 parameter.copy_(parameter + 0.1 * torch.randn_like(parameter))
     return model
+
+
+MOE = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160},
+    "Glm4Moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    "DeepseekV3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        "v_head_dim": 32, "num_key_value_heads": 6,
+    },
+    "GlmMoeDsa": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        "v_head_dim": 32, "num_key_value_heads": 6, "index_head_dim": 64, "index_n_heads": 2,
+        "index_topk": 16, "qk_head_dim": 64,
+    },
+}  # fmt: skip
+"""What tiny models with routed experts need besides ``SIZES``."""
 
 
 RATES = [(3, "mcg"), (4, "mul1"), (5, "3inst"), (2.5, "mul1"), (2, "mcg"), (6, "mul1")]

@@ -29,7 +29,12 @@ trellis_ops::dequantize(Tensor trellis, Tensor? suh, Tensor? svh, int codebook, 
 trellis_ops::hadamard_128(Tensor x) -> Tensor
 trellis_ops::unpack_trellis(Tensor trellis) -> Tensor
 trellis_ops::pack_trellis(Tensor states, int tile_words) -> Tensor
-trellis_ops::quantize_tiles(Tensor tiles, int tile_words, int codebook) -> (Tensor, Tensor)""",
+trellis_ops::quantize_tiles(Tensor tiles, int tile_words, int codebook) -> (Tensor, Tensor)
+trellis_ops::rank_sliced_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table, Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh, Tensor down_suh, Tensor down_svh, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int gate_codebook, int up_codebook, int down_codebook, SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale, ScalarType out_dtype) -> Tensor
+trellis_ops::rank_sliced_moe_inference(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table, Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh, Tensor down_suh, Tensor down_svh, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int gate_codebook, int up_codebook, int down_codebook, SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale, ScalarType out_dtype) -> Tensor
+trellis_ops::rank_sliced_moe_planned(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table, Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh, Tensor down_suh, Tensor down_svh, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int gate_codebook, int up_codebook, int down_codebook, SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale, ScalarType out_dtype, Tensor(a!) workspace) -> Tensor
+trellis_ops::parity_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table, Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh, Tensor down_suh, Tensor down_svh, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int gate_codebook, int up_codebook, int down_codebook, SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale, ScalarType out_dtype) -> Tensor
+trellis_ops::moe_grad(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed, Tensor table, Tensor? gate_suh, Tensor? gate_svh, Tensor up_suh, Tensor up_svh, Tensor down_suh, Tensor down_svh, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, int gate_codebook, int up_codebook, int down_codebook, SymInt intermediate, int activation, float limit, bool limit_after, float routed_scale) -> (Tensor, Tensor)""",
         )
         for name in SCHEMAS:
             tags = getattr(OPS, name).default.tags
@@ -42,14 +47,22 @@ trellis_ops::quantize_tiles(Tensor tiles, int tile_words, int codebook) -> (Tens
             """\
 CODEBOOKS
 Exl3Linear
+Exl3MoE
+MoeFiller
+MoeLayout
+MoePlan
 TrellisTensor
+Workspace
 dequantize
 hadamard_128
 load_model
+moe_plan
 pack_trellis
 parity_gemm
+parity_moe
 quantize_linear
 quantize_tiles
+rank_sliced_moe
 save_model
 trellis_gemm
 unpack_trellis""",

@@ -5,9 +5,10 @@ from . import _binary
 _binary.load()
 
 from . import _register as _register  # noqa: E402  (implementations follow the library)
-from .formats import CODEBOOKS, TrellisTensor  # noqa: E402
+from .formats import CODEBOOKS, MoeFiller, MoeLayout, TrellisTensor  # noqa: E402
 from .integrations import load_model, register, save_model  # noqa: E402
-from .nn import Exl3Linear, swap_linears  # noqa: E402
+from .moe_ops import parity_moe, rank_sliced_moe  # noqa: E402
+from .nn import Exl3Linear, Exl3MoE, swap_linears  # noqa: E402
 from .ops import (  # noqa: E402
     dequantize,
     hadamard_128,
@@ -18,6 +19,7 @@ from .ops import (  # noqa: E402
     unpack_trellis,
 )
 from .quantize import quantize_linear  # noqa: E402
+from .workspace import MoePlan, Workspace, moe_plan  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -26,14 +28,22 @@ register()
 __all__ = [
     "CODEBOOKS",
     "Exl3Linear",
+    "Exl3MoE",
+    "MoeFiller",
+    "MoeLayout",
+    "MoePlan",
     "TrellisTensor",
+    "Workspace",
     "dequantize",
     "hadamard_128",
     "load_model",
+    "moe_plan",
     "pack_trellis",
     "parity_gemm",
+    "parity_moe",
     "quantize_linear",
     "quantize_tiles",
+    "rank_sliced_moe",
     "save_model",
     "swap_linears",
     "trellis_gemm",

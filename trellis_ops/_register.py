@@ -12,9 +12,10 @@ import torch
 
 from . import _binary, reference
 from .formats import tiles
-from .meta import LIBRARY, NAMESPACE, checks
+from .meta import LIBRARY, NAMESPACE, checks, moe_checks
 
 _EVERYWHERE = "CompositeExplicitAutograd"
+_CHECKS = {**checks.OPS, **moe_checks.OPS}
 
 
 def _unpack_trellis(trellis):
@@ -34,7 +35,7 @@ def _pack_trellis(states, tile_words):
 
 def _checked(name: str, implementation):
     """For callers of torch.ops that bypass the Python entry, as the compiled kernels check too."""
-    check = checks.OPS[name]
+    check = _CHECKS[name]
 
     def run(*args):
         check(*args)
@@ -64,10 +65,28 @@ def _warn_slow(name: str, device: str) -> None:
     )
 
 
+def _on_host(function):
+    """The experts in PyTorch: which of them are hit is read on the host."""
+
+    def run(*args):
+        if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "trellis_ops: the PyTorch reference of the experts reads table and ids on the "
+                "host, which a CUDA graph cannot capture"
+            )
+        return function(*args)
+
+    return run
+
+
+_experts, _experts_grad = _on_host(reference.experts), _on_host(reference.experts_grad)
+
 # Exact and plain on every device: these are the ops, not a fallback.
 for _name, _function in {
     "parity_gemm": reference.linear,
     "gemm_input_grad": reference.input_grad,
+    "parity_moe": _experts,
+    "moe_grad": _experts_grad,
     "unpack_trellis": _unpack_trellis,
     "pack_trellis": _pack_trellis,
 }.items():
@@ -79,12 +98,17 @@ for _name, _function in {
     "dequantize": reference.dequantize,
     "hadamard_128": reference.hadamard_128,
     "quantize_tiles": reference.quantize_tiles,
+    "rank_sliced_moe": _experts,
+    "rank_sliced_moe_inference": _experts,
+    "rank_sliced_moe_planned": lambda *args: _experts(*args[:-1]),
 }.items():
     LIBRARY.impl(_name, _without_kernel(_name, _function), _EVERYWHERE)
 
 
 # ---- autograd -----------------------------------------------------------------------------------
 # The layer is linear in x, and everything else is frozen: one formula, its own transpose's inverse.
+
+_MOE_TENSORS = 14  # of the experts' arguments: x, ids, weights, then the layer's
 
 
 def _save_gemm(ctx, inputs, output):
@@ -115,6 +139,21 @@ def _input_grad_backward(ctx, grad):
     return back, None, None, None, None, None, None
 
 
+def _save_moe(ctx, inputs, output):
+    tensors, ctx.options = inputs[:_MOE_TENSORS], inputs[_MOE_TENSORS:-1]
+    ctx.save_for_backward(*tensors)
+
+
+def _moe_backward(ctx, grad):
+    dx, dweights = torch.ops.trellis_ops.moe_grad(grad, *ctx.saved_tensors, *ctx.options)
+    others = _MOE_TENSORS - 3 + len(ctx.options) + 1
+    return dx, None, dweights, *[None] * others
+
+
+def _no_second_backward(ctx, *grads):
+    raise RuntimeError("moe_grad: has no gradient of its own, so the experts differentiate once")
+
+
 def _hadamard_backward(ctx, grad):
     return torch.ops.trellis_ops.hadamard_128(grad)
 
@@ -129,12 +168,19 @@ torch.library.register_autograd(
     setup_context=_save_input_grad,
     lib=LIBRARY,
 )
+for _name in ("rank_sliced_moe", "parity_moe"):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}", _moe_backward, setup_context=_save_moe, lib=LIBRARY
+    )
+torch.library.register_autograd(f"{NAMESPACE}::moe_grad", _no_second_backward, lib=LIBRARY)
 torch.library.register_autograd(f"{NAMESPACE}::hadamard_128", _hadamard_backward, lib=LIBRARY)
 
 # Their results carry no gradient, by contract; a fallthrough says so without the cost of a node.
 for _name in (
     "trellis_gemm_inference",
     "_trellis_gemm_isa",
+    "rank_sliced_moe_inference",
+    "rank_sliced_moe_planned",
     "dequantize",
     "unpack_trellis",
     "pack_trellis",

@@ -94,16 +94,21 @@ def _gemm(
         out_features = trellis.shape[1] * TILE
     checks.is_tensor(op, "x", x)
     if out_dtype is None:
-        device = x.device.type
-        # No torch.amp.is_autocast_available: torch 2.11 cannot trace it.
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        out_dtype = default_out_dtype(x)
     checks.gemm(op, x, trellis, suh, svh, bias, code, out_features, out_dtype)
     checks.frozen(op, suh=suh, svh=svh, bias=bias)
     function = getattr(torch.ops.trellis_ops, op)
     if op == "trellis_gemm" and not (x.requires_grad and torch.is_grad_enabled()):
         function = torch.ops.trellis_ops.trellis_gemm_inference
     return function(x, trellis, suh, svh, bias, code, out_features, out_dtype)
+
+
+def default_out_dtype(x: torch.Tensor) -> torch.dtype:
+    """x.dtype, or the autocast dtype inside an autocast region."""
+    device = x.device.type
+    # No torch.amp.is_autocast_available: torch 2.11 cannot trace it.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def dequantize(

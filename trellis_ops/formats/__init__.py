@@ -3,4 +3,6 @@
 from .codebooks import CODEBOOKS as CODEBOOKS
 from .codebooks import MARKERS as MARKERS
 from .codebooks import codebook_table as codebook_table
+from .moe import MoeLayout as MoeLayout
+from .moe_build import MoeFiller as MoeFiller
 from .tensor import TrellisTensor as TrellisTensor

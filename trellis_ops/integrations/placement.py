@@ -16,8 +16,12 @@ from torch import nn
 
 from ..formats import codebooks, tiles
 from ..formats.checkpoint import Exl3Group
+from ..formats.experts import ExpertSet, expert_sets
 from ..formats.reading import Reader, is_plain
 from ..nn import Exl3Linear, Exl3Parts
+from ..parallel import ColumnParallelLinear, RowParallelLinear, Shard, cut
+from . import experts
+from .plan import Style, style_of
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -25,8 +29,8 @@ FUSED = {
 }
 """Layers that transformers fuses, and the layers beside them that converters store instead."""
 
-Read = Callable[[], dict[str, torch.Tensor]]
-"""Gives the tensors of a module, by their names in it."""
+Read = Callable[[torch.device], dict[str, torch.Tensor]]
+"""Gives the tensors of a module on a device, by their names in it."""
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Placement:
         triggers: full name of a tensor, renamed like ``stems`` -> module to read when it comes up.
         consumed: stems whose tensors ``reads`` take care of.
         replaced: names of the modules that were replaced.
+        experts: module of routed experts -> what stood there, and what that is like.
+        sets: the same -> its matrices.
         ignored: names of matrices that are left out on purpose.
     """
 
@@ -48,6 +54,8 @@ class Placement:
     triggers: dict[str, str] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
+    experts: dict[str, tuple[nn.Module, experts.Dense]] = field(default_factory=dict)
+    sets: dict[str, ExpertSet] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
 
 
@@ -57,6 +65,7 @@ def place(
     rename: Callable[[str], str],
     ignored: Callable[[str], bool],
     dtype: torch.dtype,
+    shard: Shard | None = None,
 ) -> Placement:
     """Replaces the modules of ``model`` that ``groups`` hold the weights of.
 
@@ -66,16 +75,17 @@ def place(
         rename: a tensor's name in the checkpoint -> the model's own name for it.
         ignored: tells of a tensor's name whether the model leaves it out on purpose.
         dtype: what the packed modules say that their weight has.
+        shard: the processes that split the model, and this one's place among them.
 
     Raises:
         ValueError: a matrix without a module, or one that does not fit its module.
     """
-    return _Placer(model, groups, rename, ignored, dtype).run()
+    return _Placer(model, groups, rename, ignored, dtype, shard).run()
 
 
 class _Placer:
-    def __init__(self, model, groups, rename, ignored, dtype) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model, groups, rename, ignored, dtype, shard) -> None:
+        self.model, self.dtype, self.shard = model, dtype, shard
         self.result = Placement()
         self.reader = Reader()
         self.groups: dict[str, Exl3Group] = {}
@@ -87,8 +97,14 @@ class _Placer:
                 self.groups[_stem(rename(name), model)] = group
 
     def run(self) -> Placement:
-        slices = _slices(self.groups)
-        for name, module in list(self.model.named_modules()):
+        slices, sets = _slices(self.groups), expert_sets(self.groups)
+        modules = dict(self.model.named_modules())
+        self.styles = {}
+        if self.shard is not None:
+            self.styles = {n: style_of(self.model, n, self.groups, self.shard) for n in modules}
+        for name, module in modules.items():
+            if name in sets and experts.is_experts(name, module):
+                self._experts(name, module, sets[name])
             if not isinstance(module, nn.Linear):
                 continue
             if name in self.groups:
@@ -106,7 +122,7 @@ class _Placer:
 
     def _linear(
         self, stem: str, name: str, like: nn.Linear, sizes: tuple[int, int] | None = None
-    ) -> Exl3Linear:
+    ) -> nn.Module:
         """A packed layer for the matrix ``stem``, whose module will be ``name``."""
         group = self.groups.pop(stem)
         in_features, out_features = sizes or (like.in_features, like.out_features)
@@ -121,22 +137,81 @@ class _Placer:
                 f"{group.name}.trellis has {'a' if 'bias' in group.tensors else 'no'} bias "
                 f"beside it, and the model's {name} has {'none' if like.bias is None else 'one'}"
             )
+        logical = in_features, out_features
+        if self.shard is not None and (style := self.styles.get(name, Style.WHOLE)) != Style.WHOLE:
+            return self._parallel(stem, name, group, logical, style)
         self.result.stems[stem] = name
         if not is_plain(group):
             # All of them: the loader takes a name that the model has too for that one.
             self.result.triggers.update({f"{stem}.{field}": name for field in group.tensors})
-            self.result.reads[name] = lambda: self.reader.matrix(
-                group, in_features=in_features, out_features=out_features
-            ).state_dict()
+            self.result.reads[name] = self._reader(group, logical)
+        return self._packed(group, logical, like.bias is not None)
+
+    def _packed(self, group: Exl3Group, features: tuple[int, int], bias: bool) -> Exl3Linear:
         return Exl3Linear(
-            in_features,
-            out_features,
-            like.bias is not None,
+            *features,
+            bias,
             bits=group.bits,
             codebook=group.codebook,
             device="meta",
             dtype=self.dtype,
         )
+
+    def _reader(self, group: Exl3Group, features: tuple[int, int], **part) -> Read:
+        def read(device: torch.device) -> dict[str, torch.Tensor]:
+            matrix = self.reader.matrix(
+                group, in_features=features[0], out_features=features[1], **part
+            )
+            return matrix.to(device).state_dict()
+
+        return read
+
+    def _parallel(
+        self, stem: str, name: str, group: Exl3Group, features: tuple[int, int], style: Style
+    ) -> nn.Module:
+        """This process's part of a layer, and only that is read."""
+        size, rank = self.shard.size, self.shard.rank
+        bias = "bias" in group.tensors
+        if style in (Style.COLUMN, Style.COLUMN_GATHER):
+            begin, end = cut(features[1], size, rank, f"{group.name}.trellis: outputs")
+            # Gathered results are trimmed afterwards, so that all parts are of one size.
+            own = (features[0], end - begin)
+            read = self._reader(group, own, columns=(begin, end))
+            part = self._packed(group, own, bias)
+            module = ColumnParallelLinear(
+                part, features, self.shard, gather=style == Style.COLUMN_GATHER
+            )
+        else:
+            begin, end = cut(features[0], size, rank, f"{group.name}.trellis: inputs")
+            own = (min(end, features[0]) - begin, features[1])
+            read = self._reader(group, own, rows=(begin, end))
+            part = self._packed(group, own, bias and begin == 0)
+            module = RowParallelLinear(part, features, self.shard, split=style == Style.ROW_SPLIT)
+        self._read_later(f"{name}.part", stem, group, read)
+        self.result.consumed.add(stem)
+        return module
+
+    def _read_later(self, name: str, stem: str, group: Exl3Group, read: Read) -> None:
+        """Reads module ``name`` when a small tensor of one matrix comes up."""
+        field = next(f for f in ("svh", "sv") if f in group.tensors)
+        self.result.triggers[f"{stem}.{field}"] = name
+        self.result.reads[name] = read
+
+    def _experts(self, name: str, module: nn.Module, found: ExpertSet) -> None:
+        dense = experts.describe(name, module)
+        model_type = self.model.config.get_text_config().model_type
+        packed = experts.pack(name, dense, found, self.reader, model_type, self.dtype, self.shard)
+        for (projection, expert, rank), stem in found.stems.items():
+            slice_name = f".rank{rank}" if found.slices > 1 else ""
+            self.result.stems[stem] = f"{name}.{expert}.{projection}_proj{slice_name}"
+            group = self.groups.pop(stem)
+            self.result.consumed.add(stem)
+            self.result.consumed.update(t.name.rpartition(".")[0] for t in group.tensors.values())
+        first = found.stems["up", 0, 0]
+        place = name if self.shard is None else f"{name}.part"
+        self._read_later(place, first, found.first("up"), packed.read)
+        self.result.experts[name], self.result.sets[name] = (module, dense), found
+        self._replace(name, packed.module)
 
     def _fused(self, name: str, module: nn.Linear) -> None:
         """Parts stored beside the place of a fused layer, such as q, k and v of qkv_proj."""

@@ -25,12 +25,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats.checkpoint import read_exl3_files
 from ..nn import Exl3Linear, Exl3Parts
-from . import saving
+from ..nn.frozen import FrozenModule
+from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear, current_shard
+from . import experts, saving
 from .placement import Placement, place
+from .tail import check_r7, check_tail, check_tail_against, tail_of, unshare
 
 logger = logging.get_logger(__name__)
 
-_SLAB = "exl3_slab"
+# Last name components that lead the loader to _ReadModule: of linears, and of experts.
+_SLAB, _EXPERTS = "exl3_slab", "exl3_experts"
 _CONSUMED = "exl3.consumed"
 
 
@@ -64,6 +68,14 @@ class Exl3Quantizer(HfQuantizer):
         files = [str(file) for file in checkpoint_files or ()]
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise ValueError(f"exl3: the weights are in {files}, expected safetensors files")
+        tail = tail_of(model.config)
+        if tail is not None:
+            check_tail(tail)
+        elif self.quantization_config.quant_method == "modelopt":
+            raise ValueError(
+                "exl3: the checkpoint is one of modelopt, without the hybrid_tr3_tail of config.json "
+                "that tells of EXL3 experts; trellis_ops cannot load it"
+            )
         index = read_exl3_files(files, self.quantization_config.to_dict())
         if not index.groups:
             raise ValueError(
@@ -78,7 +90,13 @@ class Exl3Quantizer(HfQuantizer):
             lambda name: apply_renamings(name, renamings),
             lambda name: ignored.search(name) is not None,
             model.dtype,
+            current_shard(),
         )
+        if tail is not None:
+            layers = model.config.get_text_config().num_hidden_layers
+            check_tail_against(tail, self.placement.sets, layers, index.path)
+        if hasattr(self.quantization_config, "r7_routed_experts"):
+            check_r7(self.quantization_config.r7_routed_experts, self.placement.sets)
         if self.placement.ignored:
             names = self.placement.ignored
             logger.warning(
@@ -98,6 +116,7 @@ class Exl3Quantizer(HfQuantizer):
         return [
             _ToModules(self.placement),
             WeightConverter(_SLAB, "trellis", [_ReadModule(self.placement)]),
+            WeightConverter(_EXPERTS, "packed", [_ReadModule(self.placement)]),
         ]
 
     def update_weight_conversions(self, weight_conversions, *model):
@@ -113,14 +132,17 @@ class Exl3Quantizer(HfQuantizer):
         return config
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        for module in model.modules():
-            if isinstance(module, Exl3Linear):
+        for name, module in model.named_modules():
+            if isinstance(module, FrozenModule):
                 # The loader makes a trainable parameter of every float tensor.
                 module.requires_grad_(False)
-                if module.suh.dtype != torch.float16 or module.svh.dtype != torch.float16:
-                    raise ValueError(
-                        f"exl3: scales were loaded as {module.suh.dtype}, expected float16"
-                    )
+                for field, tensor in module.named_parameters():
+                    if tensor.dtype in (torch.bfloat16, torch.float32):
+                        raise ValueError(
+                            f"exl3: {name}.{field} was loaded as {tensor.dtype}, expected float16"
+                        )
+            elif isinstance(module, (ColumnParallelLinear, RowParallelLinear, ParallelMoE)):
+                model.requires_grad_(False)  # no gradient passes through them
         # What is left undoes on saving what was done on loading; a module that was read by
         # _ReadModule is saved in the current layout instead.
         model._weight_conversions = [
@@ -135,7 +157,9 @@ class Exl3Quantizer(HfQuantizer):
     # ---- saving and the rest ----------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model):
-        saving.describe(model, self.quantization_config)
+        if self.quantization_config.quant_method == "exl3":
+            saving.describe(model, self.quantization_config)
+        unshare(model.config, self.quantization_config)
         model.config.quantization_config = self.quantization_config
         return saving.state_dict(model), {}
 
@@ -150,6 +174,10 @@ class Exl3Quantizer(HfQuantizer):
         for name, module in packed.items():
             if name.rpartition(".")[0] not in packed and ".slice." not in name:
                 model.set_submodule(name, _dense(module, dtype or model.dtype))
+        for name, (original, dense) in self.placement.experts.items():
+            module = model.get_submodule(name)
+            restored = experts.dequantize(original, dense, module, dtype or model.dtype)
+            model.set_submodule(name, restored)
         return model
 
     def is_serializable(self) -> bool:
@@ -166,18 +194,22 @@ class Exl3Quantizer(HfQuantizer):
 
 
 def register() -> None:
-    """Registers "exl3" with transformers, once."""
-    taken = AUTO_QUANTIZER_MAPPING.get("exl3")
-    if taken is Exl3Quantizer:
-        return
-    if taken is not None or "exl3" in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        logger.warning(
-            "trellis_ops: another package has registered the quantiser exl3 with transformers; "
-            "its own one loads such checkpoints"
-        )
-        return
-    register_quantization_config("exl3")(Exl3Config)
-    register_quantizer("exl3")(Exl3Quantizer)
+    """Registers "exl3" with transformers, once; and "modelopt", if nobody else has.
+
+    Checkpoints of which only the routed experts are EXL3 call themselves modelopt.
+    """
+    for method in ("exl3", "modelopt"):
+        taken = AUTO_QUANTIZER_MAPPING.get(method)
+        if taken is Exl3Quantizer:
+            continue
+        if taken is None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            register_quantization_config(method)(Exl3Config)
+            register_quantizer(method)(Exl3Quantizer)
+        elif method == "exl3":
+            logger.warning(
+                "trellis_ops: another package has registered the quantiser exl3 with transformers, "
+                "and loads such checkpoints"
+            )
 
 
 class _ToModules(WeightRenaming):
@@ -196,8 +228,10 @@ class _ToModules(WeightRenaming):
         stem, _, field = source_key.rpartition(".")
         if self.reverse:
             return f"{self.stems.get(stem, stem)}.{field}", None
-        if source_key in self.placement.triggers:
-            return f"{self.placement.triggers[source_key]}.{_SLAB}", None
+        name = self.placement.triggers.get(source_key)
+        if name is not None:
+            of_experts = name.removesuffix(".part") in self.placement.experts
+            return f"{name}.{_EXPERTS if of_experts else _SLAB}", None
         if stem in self.placement.consumed:
             return _CONSUMED, None
         return f"{self.stems.get(stem, stem)}.{field}", None
@@ -218,8 +252,8 @@ class _ReadModule(ConversionOps):
     def convert(self, input_dict, full_layer_name="", **kwargs):
         ((tensor, *_), *_) = input_dict.values()
         name = full_layer_name.rpartition(".")[0]
-        tensors = self.placement.reads[name]()
-        return {f"{name}.{field}": part.to(tensor.device) for field, part in tensors.items()}
+        tensors = self.placement.reads[name](tensor.device)
+        return {f"{name}.{field}": part for field, part in tensors.items()}
 
 
 def _ignored_names(model: nn.Module) -> re.Pattern[str]:

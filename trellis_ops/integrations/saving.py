@@ -17,7 +17,9 @@ from torch import nn
 
 from ..formats import codebooks
 from ..formats.checkpoint import Index, read_exl3_index
-from ..nn import Exl3Linear
+from ..nn import Exl3Linear, Exl3MoE
+from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear
+from . import experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +75,7 @@ def save_model(
 
 def prepare(model: PreTrainedModel) -> None:
     """Makes ``save_pretrained`` of a model whose layers were swapped write an EXL3 checkpoint."""
-    if not any(isinstance(module, Exl3Linear) for module in model.modules()):
+    if not any(isinstance(module, (Exl3Linear, Exl3MoE)) for module in model.modules()):
         raise ValueError("save_model: the model has no Exl3Linear, quantise it first")
     from .quantizer import Exl3Config, Exl3Quantizer
 
@@ -108,22 +110,43 @@ def _save_pretrained(self: PreTrainedModel, save_directory, *args, **kwargs) -> 
 
 
 def state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state dict, under the names of a checkpoint."""
-    return model.state_dict()
+    """The model's state dict, with experts matrix by matrix as a checkpoint has them.
+
+    Raises:
+        ValueError: the model is split over processes, or its experts are offloaded.
+    """
+    tensors = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ParallelMoE)):
+            raise ValueError(
+                f"save: {name} is split over processes, expected a model loaded by a single one"
+            )
+        if isinstance(module, Exl3MoE):
+            for field, _ in module.named_parameters():
+                del tensors[f"{name}.{field}"]
+            tensors.update(experts.stored(name, module))
+    return tensors
 
 
 def describe(model: nn.Module, config: Any) -> None:
     """Brings the fields of a quantization_config up to date with the model's layers."""
     from .. import __version__
 
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Exl3Linear)}
-    body = {name: layer for name, layer in layers.items() if not _is_head(name)} or layers
-    weights = {name: layer.trellis.shape[:2].numel() for name, layer in body.items()}
-    bits = sum(body[name].bits * count for name, count in weights.items()) / sum(weights.values())
-    head = [layer.bits for name, layer in layers.items() if _is_head(name)]
-    used = [layer.codebook for layer in layers.values()]
-    config.bits = round(bits, 2)
-    config.head_bits = head[0] if head else 16
+    body, head, used = [], [], []
+    for name, module in model.named_modules():
+        if isinstance(module, Exl3Linear):
+            matrices = [module.tensors()]
+        elif isinstance(module, Exl3MoE):
+            layout = module.layout()
+            matrices = [layout.matrix(*piece) for piece in layout.pieces()]
+        else:
+            continue
+        (head if _is_head(name) else body).extend(matrices)
+        used += [matrix.codebook for matrix in matrices]
+    weights = [matrix.trellis.shape[:2].numel() for matrix in body or head]
+    bits = sum(m.bits * count for m, count in zip(body or head, weights, strict=True))
+    config.bits = round(bits / sum(weights), 2)
+    config.head_bits = head[0].bits if head else 16
     # Markers beside the tensors decide. To readers this field tells what it means if there is none.
     config.codebook = "3inst" if "3inst" in used else max(sorted(set(used)), key=used.count)
     for name, default in (("version", __version__), ("out_scales", "always")):

@@ -10,6 +10,7 @@ from torch import nn
 from .. import ops
 from ..formats import codebooks, tiles
 from ..formats.tensor import FIELDS, TrellisTensor, check_marker
+from .frozen import FrozenModule
 
 
 class PackedWeight:
@@ -48,7 +49,7 @@ _NO_WEIGHT = (
 )
 
 
-class Exl3Linear(nn.Module):
+class Exl3Linear(FrozenModule):
     """y = x W' + b over a quantised W that is never unpacked in memory.
 
     Args:
@@ -76,7 +77,7 @@ class Exl3Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype)
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Exl3Linear: {name} is {value!r}, expected a positive int")
@@ -89,7 +90,6 @@ class Exl3Linear(nn.Module):
             )
         self.in_features, self.out_features = in_features, out_features
         self.bits, self.codebook = tiles.bits_of(words), codebook
-        self.dtype = dtype or torch.get_default_dtype()
         rows, columns = tiles.padded(in_features), tiles.padded(out_features)
         half = {"dtype": torch.float16, "device": device}
         shape = (rows // tiles.TILE, columns // tiles.TILE, words)
@@ -100,11 +100,6 @@ class Exl3Linear(nn.Module):
         marker = codebooks.marker_of(codebook)
         if marker is not None:
             self._freeze(marker, codebooks.marker_tensor(codebook, device))
-
-    def _freeze(self, name: str, tensor: torch.Tensor | None) -> None:
-        # A parameter, not a buffer: accelerate leaves buffers out of offloading and disk loading.
-        frozen = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-        self.register_parameter(name, frozen)
 
     @classmethod
     def from_tensors(
@@ -185,23 +180,6 @@ class Exl3Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, bits={self.bits}, codebook={self.codebook}"
         )
-
-    def _apply(self, fn, recurse=True):
-        # .to(dtype), .half(), .type() would cast the FP16 vectors, and .type() the packed words:
-        # let fn see every tensor as integers, and keep it to what it does besides casting.
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            words = tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor
-            result = fn(words)
-            if result.dtype != words.dtype:
-                result = words.to(result.device)
-            return result.view(tensor.dtype)
-
-        # How fn treats a float of the module's own dtype tells whether it casts.
-        probe = fn(torch.zeros(1, dtype=self.dtype, device=self.trellis.device))
-        super()._apply(moved, recurse)
-        if probe.dtype.is_floating_point:
-            self.dtype = probe.dtype
-        return self
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
