@@ -73,8 +73,8 @@ class Exl3Quantizer(HfQuantizer):
             check_tail(tail)
         elif self.quantization_config.quant_method == "modelopt":
             raise ValueError(
-                "exl3: the checkpoint is one of modelopt, without the hybrid_tr3_tail of config.json "
-                "that tells of EXL3 experts; trellis_ops cannot load it"
+                "exl3: the checkpoint is one of modelopt, and its config.json has no "
+                "hybrid_tr3_tail that tells of EXL3 experts; trellis_ops cannot load it"
             )
         index = read_exl3_files(files, self.quantization_config.to_dict())
         if not index.groups:
