@@ -15,23 +15,14 @@
 #include "cpu/isa.h"
 #include "cpu/layer.h"
 #include "cpu/search.h"
+#include "dtypes.h"
 #include "parallel.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-trellis::DType dtype_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return trellis::DType::Half;
-    case ScalarType::BFloat16:
-      return trellis::DType::BFloat16;
-    default:
-      return trellis::DType::Float;
-  }
-}
+using trellis::dtype_of;
 
 // The matrix as kernels see it; `kept` holds the contiguous copies alive.
 trellis::Matrix matrix_of(const Tensor& packed, const std::optional<Tensor>& suh,

@@ -79,12 +79,14 @@ def _quantize_tiles_isa(tiles, tile_words, codebook, isa):
     return _quantize_tiles(tiles, tile_words, codebook)
 
 
+_MOE_OUT_DTYPE = 21  # among the arguments after x
+
+
 def _register_moe(name: str) -> None:
     @_fake(name)
     def fake(x, *arguments):
         moe_checks.OPS[name](x, *arguments)
-        workspace = name == "rank_sliced_moe_planned"
-        return x.new_empty(x.shape, dtype=arguments[-2 if workspace else -1])
+        return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
 
 
 for _name in (
@@ -94,6 +96,12 @@ for _name in (
     "parity_moe",
 ):
     _register_moe(_name)
+
+
+@_fake("_rank_sliced_moe_isa")
+def _forced_moe(x, *arguments):
+    moe_checks.OPS["rank_sliced_moe"](x, *arguments[:-1])
+    return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
 
 
 @_fake("moe_grad")

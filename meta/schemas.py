@@ -52,6 +52,7 @@ SCHEMAS: dict[str, str] = {
     "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
     "_trellis_gemm_isa": _GEMM.replace(") ->", ", int isa) ->"),
+    "_rank_sliced_moe_isa": _MOE.replace(") ->", ", int isa) ->"),
     "_quantize_tiles_isa": (
         "(Tensor tiles, int tile_words, int codebook, int isa) -> (Tensor, Tensor)"
     ),

@@ -181,6 +181,7 @@ for _name in (
     "_trellis_gemm_isa",
     "rank_sliced_moe_inference",
     "rank_sliced_moe_planned",
+    "_rank_sliced_moe_isa",
     "dequantize",
     "unpack_trellis",
     "pack_trellis",

@@ -19,7 +19,9 @@ float row_scale(const Rows& x, int64_t row) {
   return std::ldexp(1.0f, std::clamp(std::ilogb(largest), -100, 126));
 }
 
-void transform_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
+}  // namespace
+
+void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
   *scale = row_scale(x, row);
   const float inverse = 1.0f / *scale;
   const int64_t features = w.in_features();
@@ -35,7 +37,19 @@ void transform_row(const Matrix& w, const Rows& x, int64_t row, float* out, floa
   }
 }
 
-}  // namespace
+void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, int tiles,
+                const float* rows, const float* scales, int count, float* sums) {
+  kernels.product(w, out_tile, tiles, rows, w.in_features(), count, sums);
+  for (int r = 0; r < count; ++r) {
+    float* row = sums + r * kSlabColumns;
+    if (w.svh != nullptr) hadamard_128(row);
+    for (int c = 0; c < tiles * 16; ++c) {
+      if (w.svh != nullptr)
+        row[c] *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[out_tile * 16 + c]);
+      row[c] *= scales[r];
+    }
+  }
+}
 
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
@@ -43,7 +57,7 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
   float* scales = scratch + x.count * w.in_features();
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      transform_row(w, x, r, rows + r * w.in_features(), scales + r);
+      rotate_row(w, x, r, rows + r * w.in_features(), scales + r);
   });
 
   const int64_t column_blocks = (w.out_tiles + 7) / 8;
@@ -55,18 +69,13 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
       const int64_t out_tile = item % column_blocks * 8;
       const int count = static_cast<int>(std::min<int64_t>(kRowBlock, x.count - first_row));
       const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
-      kernels.product(w, out_tile, tiles, rows + first_row * w.in_features(), w.in_features(),
-                      count, sums);
+      gemm_block(kernels, w, out_tile, tiles, rows + first_row * w.in_features(),
+                 scales + first_row, count, sums);
       const int64_t first_column = out_tile * 16;
       const int64_t columns = std::min<int64_t>(tiles * 16, out_columns - first_column);
       for (int r = 0; r < count; ++r) {
-        float* row = sums + r * kSlabColumns;
-        if (w.svh != nullptr) hadamard_128(row);
         for (int64_t c = 0; c < columns; ++c) {
-          float value = row[c];
-          if (w.svh != nullptr)
-            value *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[first_column + c]);
-          value *= scales[first_row + r];
+          float value = sums[r * kSlabColumns + c];
           if (bias != nullptr) value += load(bias, first_column + c, bias_dtype);
           store(out, (first_row + r) * out_columns + first_column + c, out_dtype, value);
         }

@@ -19,6 +19,9 @@ struct Matrix {
   const float* values;  // the codebook's 65,536 values
   const uint16_t* suh;
   const uint16_t* svh;
+  // Whether a codebook's values must be rounded to FP16 as their definition says. Left unrounded, which
+  // is faster, they move a result by half of what an op may be off: too much where layers follow layers.
+  bool exact = false;
 
   int64_t in_features() const { return in_tiles * 16; }
   int64_t out_features() const { return out_tiles * 16; }
@@ -41,6 +44,15 @@ inline int64_t gemm_scratch_floats(const Matrix& w, int64_t rows) {
 // `kernels`: of which instruction set.
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns);
+
+// ---- gemm in two steps, for callers with a schedule of their own --------------------------------
+// out[in_features] = H(row of x * suh), divided by a power of two that goes into *scale.
+void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale);
+
+// sums[count][128] = the results in the columns of `tiles` output tiles, bias apart, of up to
+// kRowBlock rotated rows.
+void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, int tiles,
+                const float* rows, const float* scales, int count, float* sums);
 
 // out[in_features, out_features] = diag(suh) H decode(trellis) H diag(svh).
 void dequantize(const Matrix& w, void* out, DType out_dtype);

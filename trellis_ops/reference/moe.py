@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats import tiles
+from ..formats import codebooks, tiles
 from ..meta.moe_checks import ACTIVATIONS, PROJECTIONS
 from . import gemm
 
@@ -54,11 +54,13 @@ class _Layer:
         offset, words = self.entries[PROJECTIONS.index(projection)][expert][rank]
         rows, columns = len(suh) // tiles.TILE, len(svh) // tiles.TILE
         end = offset + rows * columns * words
-        if not (tiles.is_tile_words(words) and 0 <= offset and end <= len(self.packed)):
+        name = codebooks.CODEBOOKS[getattr(self, f"{projection}_codebook")]
+        known = words % 8 == 0 and tiles.bits_of(words) in codebooks.rates_of(name)
+        if not (known and 0 <= offset and end <= len(self.packed)):
             raise ValueError(
                 f"rank_sliced_moe: table has ({offset}, {words}) for {projection} of expert "
-                f"{expert}, rank {rank}, expected a matrix within the {len(self.packed)} words "
-                "of packed"
+                f"{expert}, rank {rank}, expected a rate of its codebook, and a matrix within the "
+                f"{len(self.packed)} words of packed"
             )
         return self.packed[offset:end].view(rows, columns, words), suh, svh
 
