@@ -22,9 +22,8 @@ def register() -> None:
 
 
 def _fill_registry() -> None:
-    from . import quantizer
-
-    quantizer.register()
+    # Its import registers. Where that import itself has come to the registry, it is under way.
+    from . import quantizer as quantizer
 
 
 class _Finder(MetaPathFinder):

@@ -37,18 +37,26 @@ Read = Callable[[torch.device], dict[str, torch.Tensor]]
 class Placement:
     """What was replaced, and where tensors go.
 
+    A *stem* is the name of a matrix in the checkpoint, as the model's own renamings leave it, with
+    the base model's prefix (``"model."``) where the model has one.
+
     Attributes:
-        stems: name of a matrix in the checkpoint, as the model's own renamings leave it -> name of
-            its module. Its tensors are loaded as they are, but for those in ``consumed``.
+        prefix: of the base model, as checkpoints have it.
+        roots: names of the model's own submodules.
+        stems: stem -> name of the matrix's module. Its tensors are loaded as they are, but for
+            those in ``consumed``.
         reads: module -> how to read it, where its tensors need more than to be copied.
-        triggers: full name of a tensor, renamed like ``stems`` -> module to read when it comes up.
-        consumed: stems whose tensors ``reads`` take care of.
+        triggers: name of a tensor, with its stem -> module to read when it comes up.
+        consumed: stems whose tensors nobody loads: ``reads`` take care of them, or the model does
+            not run their layer.
         replaced: names of the modules that were replaced.
         experts: module of routed experts -> what stood there, and what that is like.
         sets: the same -> its matrices.
         ignored: names of matrices that are left out on purpose.
     """
 
+    prefix: str = ""
+    roots: frozenset[str] = frozenset()
     stems: dict[str, str] = field(default_factory=dict)
     reads: dict[str, Read] = field(default_factory=dict)
     triggers: dict[str, str] = field(default_factory=dict)
@@ -57,6 +65,15 @@ class Placement:
     experts: dict[str, tuple[nn.Module, experts.Dense]] = field(default_factory=dict)
     sets: dict[str, ExpertSet] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+
+    def stem_of(self, name: str) -> str:
+        """Stem of a tensor, by its renamed name."""
+        stem = name.rpartition(".")[0]
+        if not self.prefix:
+            return stem
+        if self.prefix not in self.roots:  # the model is the base model itself
+            return stem.removeprefix(f"{self.prefix}.")
+        return stem if stem.partition(".")[0] in self.roots else f"{self.prefix}.{stem}"
 
 
 def place(
@@ -86,15 +103,20 @@ def place(
 class _Placer:
     def __init__(self, model, groups, rename, ignored, dtype, shard) -> None:
         self.model, self.dtype, self.shard = model, dtype, shard
-        self.result = Placement()
+        roots = frozenset(name for name, _ in model.named_children())
+        self.result = Placement(getattr(model, "base_model_prefix", ""), roots)
         self.reader = Reader()
         self.groups: dict[str, Exl3Group] = {}
         for group in groups:
             name = f"{group.name}.trellis"
-            if ignored(name) or ignored(rename(name)):
+            stem = self.result.stem_of(rename(name))
+            # A base model leaves out the checkpoint's head.
+            headless = stem == "lm_head" and self.result.prefix not in roots
+            if ignored(name) or ignored(rename(name)) or headless:
                 self.result.ignored.append(group.name)
+                self.result.consumed.add(stem)
             else:
-                self.groups[_stem(rename(name), model)] = group
+                self.groups[stem] = group
 
     def run(self) -> Placement:
         slices, sets = _slices(self.groups), expert_sets(self.groups)
@@ -291,21 +313,6 @@ class _Placer:
             f"{group.name}.trellis belongs to a {type(module).__name__} of the model, "
             f"expected an nn.Linear{more}"
         )
-
-
-def _stem(name: str, model: nn.Module) -> str:
-    """The module of a tensor; with or without the prefix of the base model, as the model has it."""
-    stem = name.rpartition(".")[0]
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    if prefix == ".":
-        return stem
-    inside = hasattr(model, prefix[:-1])
-    first = stem.partition(".")[0]
-    if not inside and stem.startswith(prefix):
-        return stem.removeprefix(prefix)
-    if inside and not hasattr(model, first):
-        return prefix + stem
-    return stem
 
 
 def _slices(groups: Iterable[str]) -> dict[str, int]:

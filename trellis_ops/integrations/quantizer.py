@@ -100,14 +100,14 @@ class Exl3Quantizer(HfQuantizer):
         if self.placement.ignored:
             names = self.placement.ignored
             logger.warning(
-                f"exl3: {len(names)} matrices of layers that {type(model).__name__} does not run "
-                f"(multi-token prediction) are left out, from {names[0]} to {names[-1]}"
+                f"exl3: {len(names)} matrices that {type(model).__name__} does not run are left "
+                f"out, from {names[0]} to {names[-1]}"
             )
         # An instance's own set: that of the class serves every model of the architecture.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
             rf"^{re.escape(_CONSUMED)}$",
-            *([ignored.pattern] if self.placement.ignored else ()),
+            ignored.pattern,
         }
         _untie(model, self.placement.replaced)
         return model
@@ -193,7 +193,7 @@ class Exl3Quantizer(HfQuantizer):
         return True
 
 
-def register() -> None:
+def _register() -> None:
     """Registers "exl3" with transformers, once; and "modelopt", if nobody else has.
 
     Checkpoints of which only the routed experts are EXL3 call themselves modelopt.
@@ -225,16 +225,17 @@ class _ToModules(WeightRenaming):
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         self._was_used = True
-        stem, _, field = source_key.rpartition(".")
+        own, _, field = source_key.rpartition(".")
         if self.reverse:
-            return f"{self.stems.get(stem, stem)}.{field}", None
-        name = self.placement.triggers.get(source_key)
+            return f"{self.stems.get(own, own)}.{field}", None
+        stem = self.placement.stem_of(source_key)
+        name = self.placement.triggers.get(f"{stem}.{field}")
         if name is not None:
             of_experts = name.removesuffix(".part") in self.placement.experts
             return f"{name}.{_EXPERTS if of_experts else _SLAB}", None
         if stem in self.placement.consumed:
             return _CONSUMED, None
-        return f"{self.stems.get(stem, stem)}.{field}", None
+        return f"{self.stems.get(stem, own)}.{field}", None
 
     def reverse_transform(self) -> _ToModules:
         return _ToModules(self.placement, reverse=True)
@@ -303,3 +304,6 @@ def _conversions(model) -> list:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(model)
+
+
+_register()
