@@ -137,7 +137,7 @@ def test_rates_of_a_plan_beside_the_weights(tmp_path):
         ({"tp": 2}, f"tp is 2, and {NAME} has 4"),
         ({"experts_per_layer": 8}, f"experts_per_layer is 8, and {NAME} has 4"),
         ({"bits": 3.5}, "bits is 3.5, expected one of (2, 3, 4, 5, 6), or 'mixed'"),
-        ({"bits": 4}, "gate of expert 0 in layer 1 has 4 bits, and "),
+        ({"bits": 4}, "down of expert 0 in layer 1 has 4 bits, and "),
         ({"rotation_layout": "v9"}, "rotation_layout is 'v9', expected one of"),
         ({"rotation_layout": "shared_h_v1"}, "rotation_layout is 'shared_h_v1', and "),
         ({"nvfp4_keep_per_layer": 64}, "nvfp4_keep_per_layer is 64, expected 0"),
@@ -308,22 +308,21 @@ def test_unknown_activation_is_refused(function):
         places.describe("experts", Experts(function))
 
 
-@pytest.mark.parametrize("family", ["GptOss", "DeepseekV4", "Gemma3n", "Laguna", "Glm4Moe"])
-def test_activation_of_families(family):
-    config = getattr(transformers, f"{family}Config", None)
-    if config is None:
+@pytest.mark.parametrize(
+    ("family", "want"),
+    [
+        ("GptOss", ("swiglu_oai", 7.0, False)),
+        ("DeepseekV4", ("silu", 10.0, False)),
+        ("Laguna", ("silu", 0.0, False)),
+        ("Glm4Moe", ("silu", 0.0, False)),
+    ],
+)
+def test_activation_of_families(family, want):
+    if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    wanted = {
-        "GptOss": ("swiglu_oai", 7.0, False),
-        "DeepseekV4": ("silu", 10.0, False),
-        "Laguna": ("silu", 0.0, False),
-        "Glm4Moe": ("silu", 0.0, False),
-    }
-    if family not in wanted:
-        pytest.skip("no routed experts")
-    module = experts_of(family)
-    dense = places.describe("experts", module)
-    assert (dense.activation, dense.limit, dense.limit_after) == wanted[family]
+    dense = places.describe("experts", experts_of(family))
+    assert (dense.activation, dense.limit, dense.limit_after) == want
+    assert dense.biased == dense.transposed == dense.interleaved == (family == "GptOss")
 
 
 def experts_of(family):
@@ -362,6 +361,18 @@ def test_a_divisor_that_no_file_tells(family, divided):
 
 
 def test_divided_experts_give_the_whole_sum(tmp_path):
-    """A tiny Laguna: what is stored divided comes back in the routed sum, in float32."""
+    """A tiny Laguna: what is stored divided by 128 comes back in the routed sum."""
     if not hasattr(transformers, "LagunaConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no Laguna")
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
+    dense = build("Laguna", **options, shared_expert_intermediate_size=160)
+    checkpoint = Checkpoint(dense)
+    checkpoint.experts(NAME, rates)
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith("up_proj.suh"):
+            tensor.div_(128)
+    model = load(checkpoint.write(tmp_path / "a"))
+    assert model.get_submodule(NAME).routed_scale == 128
+    assert distance(logits(model), logits(dense)) < BOUND
+    plain = model.dequantize()
+    assert distance(logits(plain), logits(dense)) < 1e-5

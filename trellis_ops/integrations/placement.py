@@ -21,7 +21,7 @@ from ..formats.reading import Reader, is_plain
 from ..nn import Exl3Linear, Exl3Parts
 from ..parallel import ColumnParallelLinear, RowParallelLinear, Shard, cut
 from . import experts
-from .plan import Style, style_of
+from .plan import Style, apart, style_of
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -160,8 +160,10 @@ class _Placer:
                 f"beside it, and the model's {name} has {'none' if like.bias is None else 'one'}"
             )
         logical = in_features, out_features
-        if self.shard is not None and (style := self.styles.get(name, Style.WHOLE)) != Style.WHOLE:
-            return self._parallel(stem, name, group, logical, style)
+        if self.shard is not None:
+            style = self.styles.get(name) or apart(*logical, self.shard)
+            if style != Style.WHOLE:
+                return self._parallel(stem, name, group, logical, style)
         self.result.stems[stem] = name
         if not is_plain(group):
             # All of them: the loader takes a name that the model has too for that one.

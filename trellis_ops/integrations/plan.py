@@ -39,9 +39,14 @@ def style_of(model: nn.Module, name: str, packed: Container[str], shard: Shard) 
         return Style.WHOLE
     if name in packed and _linked(model, name.rpartition(".")[0], packed, shard):
         return _LINKED[_planned(model, name)]
+    return apart(module.in_features, module.out_features, shard)
+
+
+def apart(in_features: int, out_features: int, shard: Shard) -> Style:
+    """The style of a layer that takes and gives whole activations."""
     for features, style in (
-        (module.out_features, Style.COLUMN_GATHER),
-        (module.in_features, Style.ROW_SPLIT),
+        (out_features, Style.COLUMN_GATHER),
+        (in_features, Style.ROW_SPLIT),
     ):
         if padded(features) % (HADAMARD * shard.size) == 0:
             return style

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .linear import Exl3Linear, PackedWeight
+from .linear import PackedWeight
 
 
 class Exl3Parts(nn.Module):
@@ -83,8 +83,3 @@ class Exl3Parts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"axis={self.axis}"
-
-
-def exl3_layers(model: nn.Module) -> dict[str, Exl3Linear]:
-    """Every Exl3Linear of a model, parts included, by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Exl3Linear)}
