@@ -106,13 +106,15 @@ class _Placer:
         roots = frozenset(name for name, _ in model.named_children())
         self.result = Placement(getattr(model, "base_model_prefix", ""), roots)
         self.reader = Reader()
+        self.styles: dict[str, Style] = {}
         self.groups: dict[str, Exl3Group] = {}
         for group in groups:
             name = f"{group.name}.trellis"
-            stem = self.result.stem_of(rename(name))
+            renamed = rename(name)
+            stem = self.result.stem_of(renamed)
             # A base model leaves out the checkpoint's head.
             headless = stem == "lm_head" and self.result.prefix not in roots
-            if ignored(name) or ignored(rename(name)) or headless:
+            if headless or ignored(name) or ignored(renamed):
                 self.result.ignored.append(group.name)
                 self.result.consumed.add(stem)
             else:
@@ -121,7 +123,6 @@ class _Placer:
     def run(self) -> Placement:
         slices, sets = _slices(self.groups), expert_sets(self.groups)
         modules = dict(self.model.named_modules())
-        self.styles = {}
         if self.shard is not None:
             self.styles = {n: style_of(self.model, n, self.groups, self.shard) for n in modules}
         for name, module in modules.items():
