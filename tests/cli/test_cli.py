@@ -70,6 +70,7 @@ def test_inspect_prints_json(checkpoint, capsys):
         "bytes": 11012,
     }
     assert printed == {
+        "experts": [],
         "exl3_bytes": 36360,
         "exl3_weights": 65536,
         "average_bits": 4.25,

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import bench, env, inspect
+from . import bench, convert, dequantize, env, inspect
 
-COMMANDS = (env, inspect, bench)
+COMMANDS = (env, inspect, convert, dequantize, bench)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
 import types
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +15,7 @@ from ..formats import codebooks
 from ..formats.checkpoint import Index, read_exl3_index
 from ..nn import Exl3Linear, Exl3MoE
 from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear
+from ..staging import staged
 from . import experts
 
 if TYPE_CHECKING:
@@ -64,13 +61,10 @@ def save_model(
             raise ValueError(f"save_model: {name} is on the meta device and has no values")
     if calibration is not None:
         model.hf_quantizer.quantization_config.calibration = dict(sorted(calibration.items()))
-    with _staged(Path(directory)) as staging:
+    with staged(Path(directory), "save_model") as staging:
         model.save_pretrained(staging, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        for file in staging.glob("*.safetensors"):
-            # safetensors makes its files readable by their owner only.
-            shutil.copymode(staging / "config.json", file)
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -176,36 +170,3 @@ def tensor_storage(index: Index) -> dict[str, dict]:
         if group.codebook in ("mcg", "mul1"):
             storage[name][f"{group.codebook}_multiplier"] = codebooks.MARKERS[group.codebook]
     return storage
-
-
-@contextmanager
-def _staged(directory: Path):
-    """A folder beside ``directory`` whose files move there when all of them are written."""
-    directory = Path(os.path.abspath(directory))
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"save_model: {directory} exists and is no directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
-    staging.mkdir()
-    try:
-        yield staging
-        if directory.exists():
-            _reject_strangers(directory, {file.name for file in staging.iterdir()})
-            # Weights last: until then the old ones stand, and the new ones' name is never half.
-            for file in sorted(staging.iterdir(), key=lambda file: "safetensors" in file.name):
-                os.replace(file, directory / file.name)
-        else:
-            os.replace(staging, directory)
-    finally:
-        if staging.exists():
-            shutil.rmtree(staging)
-
-
-def _reject_strangers(directory: Path, new: set[str]) -> None:
-    for pattern in ("*.safetensors", "*.safetensors.index.json"):
-        for file in directory.glob(pattern):
-            if file.name not in new:
-                raise FileExistsError(
-                    f"save_model: {file} would be mixed up with the new weights, "
-                    "choose another directory"
-                )

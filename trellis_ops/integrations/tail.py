@@ -24,8 +24,12 @@ BITS = (2, 3, 4, 5, 6)
 
 def tail_of(config: Any) -> dict | None:
     """The entry of a model's config that tells of EXL3 experts, if there is one."""
-    tail = getattr(config, "hybrid_tr3_tail", None)
-    return tail if isinstance(tail, dict) and tail.get("format") == FORMAT else None
+    return tail_of_dict(getattr(config, "hybrid_tr3_tail", None))
+
+
+def tail_of_dict(entry: Any) -> dict | None:
+    """The entry, if it is of EXL3 experts."""
+    return entry if isinstance(entry, dict) and entry.get("format") == FORMAT else None
 
 
 def check_tail(tail: Mapping[str, Any]) -> None:
@@ -145,11 +149,17 @@ def check_r7(entry: Any, sets: Mapping[str, ExpertSet]) -> None:
 def unshare(config: Any, quantization: Any) -> None:
     """Brings metadata up to date with a saved model, where each expert has its own vectors."""
     tail = tail_of(config)
-    if tail is not None and tail.get("rotation_layout") == "shared_h_v1":
-        tail["rotation_layout"] = "per_expert_v1"
-        tail.pop("shared_h_tensor_schema", None)
+    if tail is not None:
+        unshare_tail(tail)
     if hasattr(quantization, "r7_routed_experts"):
         del quantization.r7_routed_experts
+
+
+def unshare_tail(tail: dict) -> None:
+    """The same of the entry itself."""
+    if tail.get("rotation_layout") == "shared_h_v1":
+        tail["rotation_layout"] = "per_expert_v1"
+        tail.pop("shared_h_tensor_schema", None)
 
 
 def _is_int(value: object) -> bool:

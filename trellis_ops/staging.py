@@ -1,0 +1,57 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staged(directory: Path, op: str) -> Iterator[Path]:
+    """A folder beside ``directory`` whose files move there when all of them are written.
+
+    Args:
+        directory: made if missing. Where it exists, its files of the same names are replaced, and
+            others left alone; files of other weights are an error.
+        op: who says so in errors.
+    """
+    directory = Path(os.path.abspath(directory))
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{op}: {directory} exists and is no directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
+    staging.mkdir()
+    try:
+        yield staging
+        for file in staging.glob("*.safetensors"):
+            # safetensors makes its files readable by their owner only.
+            file.chmod(0o666 & ~_umask())
+        if directory.exists():
+            _reject_strangers(directory, {file.name for file in staging.iterdir()}, op)
+            # Weights last: until then the old ones stand, and the new ones' name is never half.
+            for file in sorted(staging.iterdir(), key=lambda file: "safetensors" in file.name):
+                os.replace(file, directory / file.name)
+        else:
+            os.replace(staging, directory)
+    finally:
+        if staging.exists():
+            shutil.rmtree(staging)
+
+
+def _reject_strangers(directory: Path, new: set[str], op: str) -> None:
+    for pattern in ("*.safetensors", "*.safetensors.index.json"):
+        for file in directory.glob(pattern):
+            if file.name not in new:
+                raise FileExistsError(
+                    f"{op}: {file} would be mixed up with the new weights, choose another directory"
+                )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
