@@ -263,6 +263,19 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     ]
 
 
+def test_patterns_of_a_class_do_not_hide_layers_that_the_model_has(tmp_path, monkeypatch):
+    """Glm4Moe names layers 46 and 92, the one after the last of two models of different depth."""
+    cls = transformers.Glm4MoeForCausalLM
+    monkeypatch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    dense = build("Glm4Moe", **cp.MOE["Glm4Moe"])
+    checkpoint = Checkpoint(dense)
+    checkpoint.linear("model.layers.1.self_attn.o_proj", 3, "mul1")
+    checkpoint.experts("model.layers.1.mlp.experts", lambda p, e: 3)
+    model = load(checkpoint.write(tmp_path))
+    assert isinstance(model.model.layers[1].self_attn.o_proj, Exl3Linear)
+    assert distance(logits(model), logits(dense)) < BOUND
+
+
 def test_without_a_quantization_config(qwen, tmp_path):
     """load_model, and from_pretrained that is told; alone it would load random weights."""
     dense, folder = qwen

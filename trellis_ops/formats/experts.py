@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -55,8 +55,14 @@ class ExpertSet:
         return self.matrices[projection, 0, 0]
 
 
-def expert_sets(groups: Mapping[str, Exl3Group]) -> dict[str, ExpertSet]:
+def expert_sets(
+    groups: Mapping[str, Exl3Group], names: Container[str] | None = None
+) -> dict[str, ExpertSet]:
     """Finds the experts among matrices, by the names that these go by.
+
+    Args:
+        groups: name -> matrix.
+        names: which sets to look for; None for all.
 
     Raises:
         ValueError: an expert, projection or rank slice is missing or there twice; the message names
@@ -66,7 +72,7 @@ def expert_sets(groups: Mapping[str, Exl3Group]) -> dict[str, ExpertSet]:
     ranked: dict[str, bool] = {}
     for stem in groups:
         match = _STEM.fullmatch(stem)
-        if not match:
+        if not match or (names is not None and match[1] not in names):
             continue
         name, key = match[1], (_SPELLINGS[match[3]], int(match[2]), int(match[4] or 0))
         own = found.setdefault(name, {})

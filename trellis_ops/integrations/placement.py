@@ -108,25 +108,19 @@ class _Placer:
         self.reader = Reader()
         self.styles: dict[str, Style] = {}
         self.groups: dict[str, Exl3Group] = {}
+        self.ignored = ignored
         for group in groups:
-            name = f"{group.name}.trellis"
-            renamed = rename(name)
-            stem = self.result.stem_of(renamed)
-            # A base model leaves out the checkpoint's head.
-            headless = stem == "lm_head" and self.result.prefix not in roots
-            if headless or ignored(name) or ignored(renamed):
-                self.result.ignored.append(group.name)
-                self.result.consumed.add(stem)
-            else:
-                self.groups[stem] = group
+            self.groups[self.result.stem_of(rename(f"{group.name}.trellis"))] = group
 
     def run(self) -> Placement:
-        slices, sets = _slices(self.groups), expert_sets(self.groups)
         modules = dict(self.model.named_modules())
+        slices = _slices(self.groups)
+        routed = {name for name, module in modules.items() if experts.is_experts(name, module)}
+        sets = expert_sets(self.groups, routed)
         if self.shard is not None:
             self.styles = {n: style_of(self.model, n, self.groups, self.shard) for n in modules}
         for name, module in modules.items():
-            if name in sets and experts.is_experts(name, module):
+            if name in sets:
                 self._experts(name, module, sets[name])
             if not isinstance(module, nn.Linear):
                 continue
@@ -303,7 +297,15 @@ class _Placer:
         self._replace(name, Exl3Parts(parts, axis))
 
     def _reject_rest(self) -> None:
-        """What no module claimed."""
+        """What no module claimed, unless the model leaves it out on purpose."""
+        headless = self.result.prefix not in self.result.roots  # a base model
+        for stem, group in list(self.groups.items()):
+            names = f"{stem}.trellis", f"{group.name}.trellis"
+            # Patterns of a class may match layers that this very model has: asked for the rest only.
+            if any(map(self.ignored, names)) or (headless and stem == "lm_head"):
+                self.result.ignored.append(group.name)
+                self.result.consumed.add(stem)
+                del self.groups[stem]
         if not self.groups:
             return
         stem, group = next(iter(self.groups.items()))

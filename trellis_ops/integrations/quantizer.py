@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-)
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -61,6 +56,7 @@ class Exl3Quantizer(HfQuantizer):
         # Files are packed whether or not the model's own config says so.
         self.pre_quantized = True
         self.placement = Placement()
+        self.shapes: dict[str, torch.Size] = {}
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -87,7 +83,7 @@ class Exl3Quantizer(HfQuantizer):
         self.placement = place(
             model,
             index.groups,
-            lambda name: apply_renamings(name, renamings),
+            lambda name: _renamed(name, renamings),
             lambda name: ignored.search(name) is not None,
             model.dtype,
             current_shard(),
@@ -110,6 +106,7 @@ class Exl3Quantizer(HfQuantizer):
             ignored.pattern,
         }
         _untie(model, self.placement.replaced)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
     def get_weight_conversions(self):
@@ -132,6 +129,11 @@ class Exl3Quantizer(HfQuantizer):
         return config
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        # transformers 5.17 takes any shape where there is a quantiser.
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (wanted := self.shapes.get(name, parameter.shape)):
+                got = list(parameter.shape)
+                raise ValueError(f"exl3: {name} is {got}, expected {list(wanted)}")
         for name, module in model.named_modules():
             if isinstance(module, FrozenModule):
                 # The loader makes a trainable parameter of every float tensor.
@@ -255,6 +257,12 @@ class _ReadModule(ConversionOps):
         name = full_layer_name.rpartition(".")[0]
         tensors = self.placement.reads[name](tensor.device)
         return {f"{name}.{field}": part for field, part in tensors.items()}
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def _ignored_names(model: nn.Module) -> re.Pattern[str]:
