@@ -15,7 +15,7 @@ from swap_linears import small_model
 import trellis_ops
 from trellis_ops.integrations.peft import register_lora
 
-STEPS = 30
+STEPS = 21
 
 
 def main() -> list[float]:
@@ -29,7 +29,7 @@ def main() -> list[float]:
 
     tokens = torch.arange(7, 39)[None]
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.0
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0
     )
     losses = []
     for step in range(STEPS):
@@ -38,7 +38,7 @@ def main() -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if step % 10 == 0 or step == STEPS - 1:
+        if step % 10 == 0:
             print(f"step {step:2d}: loss {losses[-1]:.3f}")
     return losses
 

@@ -301,7 +301,7 @@ class _Placer:
         headless = self.result.prefix not in self.result.roots  # a base model
         for stem, group in list(self.groups.items()):
             names = f"{stem}.trellis", f"{group.name}.trellis"
-            # Patterns of a class may match layers that this very model has: asked for the rest only.
+            # Not before: patterns of a class may match layers that this very model has.
             if any(map(self.ignored, names)) or (headless and stem == "lm_head"):
                 self.result.ignored.append(group.name)
                 self.result.consumed.add(stem)
