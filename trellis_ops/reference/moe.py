@@ -100,7 +100,7 @@ def experts(
     """y[t] = routed_scale * sum over s of weight[t, s] * expert[ids[t, s]](x[t]); one rounding."""
     *arguments, out_dtype = layer_and_dtype
     layer = _Layer(*arguments)
-    rows, weights = _flat(x), topk_weights.float().double().flatten(0, -2)
+    rows, weights = _flat(x), _flat(topk_weights.float())
     y = torch.zeros_like(rows)
     for expert, token, slot in _routes(topk_ids, layer):
         result = _expert(layer, expert, rows[token])[0]
@@ -117,7 +117,7 @@ def experts_grad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights, in their dtypes."""
     layer = _Layer(*arguments)
-    rows, weights = _flat(x), topk_weights.float().double().flatten(0, -2)
+    rows, weights = _flat(x), _flat(topk_weights.float())
     grads = _flat(grad) * layer.routed_scale
     dx, dweights = torch.zeros_like(rows), torch.zeros_like(weights)
     for expert, token, slot in _routes(topk_ids, layer):
