@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import oracle
@@ -50,19 +51,16 @@ class Experts:
     down: list
     hidden: int
     intermediate: int
-    cache: dict = field(default_factory=dict)
 
     def layout(self) -> MoeLayout:
         return layout_of(self.gate, self.up, self.down)
 
     def weight(self, projection: str, expert: int, rank: int) -> np.ndarray:
         """float64 [in, out], trimmed."""
-        key = projection, expert, rank
-        if key not in self.cache:
-            t = getattr(self, projection)[expert][rank]
-            arrays = (part.numpy() for part in (t.trellis, t.suh, t.svh))
-            self.cache[key] = oracle.weight(*arrays, t.codebook)[: t.in_features, : t.out_features]
-        return self.cache[key]
+        t = getattr(self, projection)[expert][rank]
+        stored = (part.numpy().tobytes() for part in (t.trellis, t.suh, t.svh))
+        weight = _weight(*stored, t.codebook, *t.trellis.shape)
+        return weight[: t.in_features, : t.out_features]
 
     def project(self, projection: str, expert: int, rank: int, x: np.ndarray) -> np.ndarray:
         bias = getattr(self, projection)[expert][rank].bias
@@ -92,6 +90,14 @@ class Experts:
         """float64 [tokens, hidden]."""
         routes = self.routes(x, ids, *activation)
         return scale * (routes * double(weights.float())[..., None]).sum(1)
+
+
+@functools.lru_cache(maxsize=256)
+def _weight(trellis: bytes, suh: bytes, svh: bytes, codebook: str, *shape: int) -> np.ndarray:
+    """Kept, since the ops that compute the same are tested one after the other."""
+    words = np.frombuffer(trellis, np.int16).reshape(shape)
+    vectors = (np.frombuffer(vector, np.float16) for vector in (suh, svh))
+    return oracle.weight(words, *vectors, codebook)
 
 
 def make_experts(
