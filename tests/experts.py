@@ -155,6 +155,42 @@ def options(layout: MoeLayout, activation: str = "silu", **changed) -> tuple:
     return *codes, layout.intermediate, ACTIVATIONS.index(activation), *values.values()
 
 
+def samples() -> dict[str, list[tuple]]:
+    """Arguments of the ops: dtypes, ranks, strides, slices, biases, activations, empty."""
+    plain = make_experts(3, intermediate=128, bits=lambda p, e: 2 + e).layout()
+    sliced = make_experts(
+        3, slices=2, hidden=200, intermediate=128, codebook="mul1", biases=True, absent=(1,)
+    ).layout()
+    ungated = make_experts(2, intermediate=100, gated=False, bits=lambda p, e: 3).layout()
+    x, (ids, weights) = torch.randn(5, 256), routing(5, 2, 3)
+    ids[3, 1] = -1
+
+    def folded(t: torch.Tensor) -> torch.Tensor:
+        return t[:4].reshape(2, 2, -1).transpose(0, 1)
+
+    last = {"limit": 1.5, "limit_after": True, "routed_scale": 2.5}
+    layers = [
+        (plain, "silu", {}, (x.half(), ids, weights), {"out_dtype": torch.float16}),
+        (sliced, "gelu", last, (x[:, :200], ids.int(), weights), {"out_dtype": torch.bfloat16}),
+        (sliced, "swiglu_oai", {"limit": 7.0}, map(folded, (x[:, :200], ids, weights)), {}),
+        (ungated, "relu2", {}, (x, ids, weights.t().contiguous().t().bfloat16()), {}),
+        (plain, "gelu_tanh", {}, (x[0], ids[0], weights[0]), {}),
+        (plain, "silu", {}, (x[:0], ids[:0], weights[:0]), {}),
+    ]
+    calls = [
+        (*tensors, *arguments(layout), *options(layout, name, **changed, **out))
+        for layout, name, changed, tensors, out in layers
+    ]
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    return {
+        "rank_sliced_moe": calls,
+        "rank_sliced_moe_inference": calls,
+        "rank_sliced_moe_planned": [(*call, workspace) for call in calls],
+        "parity_moe": calls,
+        "moe_grad": [(torch.randn(call[0].shape), *call[:-1]) for call in calls],
+    }
+
+
 def routing(tokens: int, top_k: int, experts: int, seed: int = 0):
     """Ids without repetition in a row, in no order, and weights."""
     generator = torch.Generator().manual_seed(seed)
