@@ -101,7 +101,7 @@ def experts(
     *arguments, out_dtype = layer_and_dtype
     layer = _Layer(*arguments)
     rows, weights = _flat(x), _flat(topk_weights.float())
-    y = torch.zeros_like(rows)
+    y = rows.new_zeros(rows.shape)
     for expert, token, slot in _routes(topk_ids, layer):
         result = _expert(layer, expert, rows[token])[0]
         _add(y, token, slot, result * weights[token, slot, None])
@@ -119,7 +119,7 @@ def experts_grad(
     layer = _Layer(*arguments)
     rows, weights = _flat(x), _flat(topk_weights.float())
     grads = _flat(grad) * layer.routed_scale
-    dx, dweights = torch.zeros_like(rows), torch.zeros_like(weights)
+    dx, dweights = rows.new_zeros(rows.shape), weights.new_zeros(weights.shape)
     for expert, token, slot in _routes(topk_ids, layer):
         result, inner = _expert(layer, expert, rows[token])
         dweights[token, slot] = (grads[token] * result).sum(-1)
