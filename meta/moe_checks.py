@@ -115,7 +115,7 @@ def moe(
         raise ValueError(f"{op}: limit is {limit:g}, expected {wanted}")
     if limit_after and activation in (_RELU2, _SWIGLU_OAI):
         raise ValueError(f"{op}: limit_after is True, expected False for {ACTIVATIONS[activation]}")
-    if not math.isfinite(routed_scale):
+    if not -math.inf < routed_scale < math.inf:  # Dynamo cannot trace isfinite
         raise ValueError(f"{op}: routed_scale is {routed_scale:g}, expected a finite number")
     checks.out_dtype(op, "out_dtype", out_dtype)
 

@@ -118,9 +118,8 @@ class Workspace:
         for name, size in call.items():
             planned = getattr(self.plan, name)
             if size > planned:
-                word = "tokens" if name == "max_tokens" else name
                 raise ValueError(
-                    f"{op}: the call has {size} {word}, expected at most {planned} as the "
-                    "workspace was planned for"
+                    f"{op}: {name.removeprefix('max_')} is {size}, expected at most {planned} "
+                    "(what the workspace was planned for)"
                 )
         return self.buffer

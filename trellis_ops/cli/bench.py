@@ -1,4 +1,5 @@
 """python -m trellis_ops bench linear: this library and a dense BF16 layer in the same run.
+(bench moe is in bench_moe.py.)
 
 A row is one matrix and one number of rows m: the whole quantised layer (both transforms, product,
 scales) against the dense product alone. Weights rotate through more copies than the cache holds, so
@@ -32,6 +33,8 @@ from .env import gemm_kernel
 
 SHAPES = "4096x4096,4096x14336,14336x4096,8192x8192,8192x28672,5120x25600,6144x2048,2048x6144"
 ROWS = "1,4,8,16,32,64,128"
+MODELS = "qwen3-30b-a3b,glm-like"
+MOE_ROWS = "1,4,16,32,128,1024,4096"
 
 
 @dataclass
@@ -65,31 +68,40 @@ class Row:
 def add_parser(commands) -> argparse.ArgumentParser:
     text = "time the ops against dense layers in the same run"
     parser = commands.add_parser("bench", help=text, description=text.capitalize() + ".")
-    parser.add_argument("what", choices=["linear"], help="linear: trellis_gemm against BF16")
+    parser.add_argument(
+        "what",
+        choices=["linear", "moe"],
+        help="linear: trellis_gemm against BF16; moe: routed experts against BF16 grouped GEMM",
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
-    parser.add_argument("--shapes", default=SHAPES, help="INxOUT, comma-separated")
-    parser.add_argument("--m", default=ROWS, help="numbers of rows, comma-separated")
-    parser.add_argument("--bits", default="4", help="rates, comma-separated")
+    parser.add_argument("--shapes", default=SHAPES, help="linear: INxOUT, comma-separated")
+    parser.add_argument("--models", default=MODELS, help="moe: names, comma-separated")
+    parser.add_argument("--m", help="numbers of rows, comma-separated")
+    parser.add_argument(
+        "--bits", help="rates, comma-separated; moe: also mixed, a third each of 3, 4 and 5"
+    )
     parser.add_argument("--codebook", default="mcg,mul1", help="comma-separated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the ratios there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="linear: draw the ratios there")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
+    moe = options.what == "moe"
+    options.m = options.m or (MOE_ROWS if moe else ROWS)
+    options.bits = options.bits or ("3,4,mixed" if moe else "4")
+    if moe:
+        from . import bench_moe  # which imports this module
+
+        return bench_moe.run(options)
     shapes = [_shape(text) for text in options.shapes.split(",")]
     rows_of_x = [int(text) for text in options.m.split(",")]
-    codebooks = options.codebook.split(",")
-    for name in codebooks:
-        if name not in CODEBOOKS:
-            raise ValueError(f"--codebook {name}: expected some of {', '.join(CODEBOOKS)}")
+    codebooks = codebooks_of(options)
     rates = [float(text) for text in options.bits.split(",")]
-    bench = _Cuda() if options.device == "cuda" else _Cpu()
+    bench = machine_of(options)
     bandwidth = bench.read_bandwidth()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = wide_console()
     results = []
     for in_features, out_features in shapes:
         for m in rows_of_x:
@@ -113,10 +125,28 @@ def run(options: argparse.Namespace) -> int:
                         print(f"\r{in_features}x{out_features} m={m} ", end="", file=sys.stderr)
     console.print(_table(results, bench, bandwidth))
     if options.json:
-        _write(options, results, bench, bandwidth)
+        write(options, results, bench, bandwidth)
     if options.plot:
         _plot(options.plot, results, bench)
     return 0
+
+
+def codebooks_of(options: argparse.Namespace) -> list[str]:
+    names = options.codebook.split(",")
+    for name in names:
+        if name not in CODEBOOKS:
+            raise ValueError(f"--codebook {name}: expected some of {', '.join(CODEBOOKS)}")
+    return names
+
+
+def machine_of(options: argparse.Namespace):
+    """What measures on the device that was asked for."""
+    return _Cuda() if options.device == "cuda" else _Cpu()
+
+
+def wide_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -282,11 +312,13 @@ def _table(results: list[Row], bench, bandwidth: float) -> Table:
 
 def _arguments(options: argparse.Namespace) -> str:
     """What decides the numbers, as one would type it."""
-    names = ("device", "shapes", "m", "bits", "codebook")
+    which = "models" if options.what == "moe" else "shapes"
+    names = ("device", which, "m", "bits", "codebook")
     return " ".join([options.what, *(f"--{name} {getattr(options, name)}" for name in names)])
 
 
-def _write(options: argparse.Namespace, results: list[Row], bench, bandwidth: float) -> None:
+def write(options: argparse.Namespace, results: list, bench, bandwidth: float) -> None:
+    """JSON of rows that have a ratio and weights_per_second, whole or not at all."""
     path = options.json
     content = {
         "command": "python -m trellis_ops bench " + _arguments(options),

@@ -96,7 +96,8 @@ class MoeLayout:
         op = "MoeLayout"
         # The op's own checks, on rows of no tokens.
         checks.is_tensor(op, "packed", self.packed)
-        rows = torch.empty(0, self.hidden, device=self.packed.device)
+        checks.is_tensor(op, "up_suh", self.up_suh)
+        rows = torch.empty(0, *self.up_suh.shape[-1:], device=self.packed.device)
         moe_checks.moe(
             op,
             rows,
@@ -111,6 +112,7 @@ class MoeLayout:
             1.0,
             torch.float32,
         )
+        checks.features(op, "hidden", self.hidden, self.hidden_padded)
         if self.entries is None:
             if self.table.is_meta:
                 raise ValueError(f"{op}: table is on meta and entries is None, expected entries")
@@ -168,11 +170,11 @@ class MoeLayout:
 
     def to(self, device: torch.device | str) -> MoeLayout:
         """The same on another device; "meta" keeps no values but the table's."""
+        if self.packed.is_meta and torch.device(device).type != "meta":
+            raise ValueError(f"MoeLayout: is on meta, expected materialize({str(device)!r})")
         moved = {name: part.to(device) for name, part in self.tensors().items()}
         if self.gate_suh is self.up_suh:
             moved["gate_suh"] = moved["up_suh"]
-        if self.table.is_meta and not moved["table"].is_meta:
-            raise ValueError(f"MoeLayout: is on meta, expected materialize({str(device)!r})")
         return replace(self, **moved)
 
     def materialize(self, device: torch.device | str | None = None) -> MoeLayout:

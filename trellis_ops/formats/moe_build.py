@@ -176,7 +176,7 @@ def layout_of(gate: Experts | None, up: Experts, down: Experts) -> MoeLayout:
     for projection, experts in given.items():
         parts = [ranks for ranks in experts if ranks]
         for kind in ("suh", "svh"):
-            shared = all(
+            shared = len(held) > 1 and all(
                 getattr(part, kind) is getattr(parts[0][r], kind)
                 for ranks in parts
                 for r, part in enumerate(ranks)
@@ -244,8 +244,8 @@ def _check_alike(
             wanted = first[projection][0]
             if part.codebook != wanted.codebook:
                 raise ValueError(
-                    f"{where}: codebook {part.codebook}, expected {wanted.codebook} as expert "
-                    "and rank before it"
+                    f"{where}: codebook {part.codebook}, expected {wanted.codebook} "
+                    f"as the others of {projection}"
                 )
             bias = wanted.bias if projection != "down" or r == 0 else None
             if (part.bias is None) != (bias is None):

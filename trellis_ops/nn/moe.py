@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,22 @@ from ..formats.tensor import TrellisTensor
 from ..meta.moe_checks import is_gated
 from ..workspace import MoePlan, Workspace, moe_plan
 from .frozen import FrozenModule
+
+
+def _traced_as_constant(name: str) -> property:
+    """A float that torch.compile(dynamic=True) does not take for a symbol, as it does all floats of
+    a module, and then compiles twice: integers of a module are constants."""
+
+    def get(self) -> float:
+        numerator, denominator = getattr(self, f"_{name}")
+        return numerator / denominator
+
+    def set(self, value: float) -> None:
+        if not math.isfinite(value):
+            raise ValueError(f"Exl3MoE: {name} is {value}, expected a finite number")
+        setattr(self, f"_{name}", float(value).as_integer_ratio())
+
+    return property(get, set)
 
 
 class Exl3MoE(FrozenModule):
@@ -30,6 +47,9 @@ class Exl3MoE(FrozenModule):
     ``workspace`` may be set to a :class:`trellis_ops.Workspace`, which calls without gradient then
     use. Gradient flows to hidden states and routing weights.
     """
+
+    limit = _traced_as_constant("limit")
+    routed_scale = _traced_as_constant("routed_scale")
 
     def __init__(
         self,
@@ -53,8 +73,8 @@ class Exl3MoE(FrozenModule):
             layout = layout.to(device)
         self.hidden, self.intermediate = layout.hidden, layout.intermediate
         self.codebooks = layout.codebooks
-        self.activation, self.limit, self.limit_after = activation, float(limit), limit_after
-        self.routed_scale = float(routed_scale)
+        self.activation, self.limit, self.limit_after = activation, limit, limit_after
+        self.routed_scale = routed_scale
         self.workspace: Workspace | None = None
         self._entries = layout.entries
         # One parameter has one name, or safetensors would refuse the state dict.

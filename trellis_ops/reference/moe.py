@@ -100,8 +100,8 @@ def experts(
     """y[t] = routed_scale * sum over s of weight[t, s] * expert[ids[t, s]](x[t]); one rounding."""
     *arguments, out_dtype = layer_and_dtype
     layer = _Layer(*arguments)
-    rows, weights = _flat(x), topk_weights.float().double().flatten(0, -2)
-    y = torch.zeros_like(rows)
+    rows, weights = _flat(x), _flat(topk_weights.float())
+    y = rows.new_zeros(rows.shape)
     for expert, token, slot in _routes(topk_ids, layer):
         result = _expert(layer, expert, rows[token])[0]
         _add(y, token, slot, result * weights[token, slot, None])
@@ -117,9 +117,9 @@ def experts_grad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights, in their dtypes."""
     layer = _Layer(*arguments)
-    rows, weights = _flat(x), topk_weights.float().double().flatten(0, -2)
+    rows, weights = _flat(x), _flat(topk_weights.float())
     grads = _flat(grad) * layer.routed_scale
-    dx, dweights = torch.zeros_like(rows), torch.zeros_like(weights)
+    dx, dweights = rows.new_zeros(rows.shape), weights.new_zeros(weights.shape)
     for expert, token, slot in _routes(topk_ids, layer):
         result, inner = _expert(layer, expert, rows[token])
         dweights[token, slot] = (grads[token] * result).sum(-1)
