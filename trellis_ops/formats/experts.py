@@ -220,23 +220,24 @@ def read_experts(
     held = set(range(experts.experts)) if held is None else set(held)
     local = {rank: i for i, rank in enumerate(range(experts.slices) if ranks is None else ranks)}
     filler = MoeFiller(layout)
-    wanted = [key for key in experts.matrices if key[1] in held and key[2] in local]
+    mine: dict[int, list[tuple[str, int, int]]] = {expert: [] for expert in held}
+    for key in experts.matrices:
+        if key[1] in mine and key[2] in local:
+            mine[key[1]].append(key)
 
-    def read(key: tuple[str, int, int]) -> None:
-        projection, expert, rank = key
-        matrix = reader.matrix(experts.matrices[key])
-        filler.put(projection, expert, local[rank], "trellis", matrix.trellis)
-        for kind in ("suh", "svh", "bias"):
-            tensor = getattr(matrix, kind)
-            group = experts.matrices[key]
-            if tensor is None or (kind in group.tensors and is_shared(group.tensors[kind].name)):
-                continue
-            if projection == "down" and kind == "bias" and rank > 0:
-                continue
-            filler.put(projection, expert, local[rank], kind, tensor)
+    def read(keys: list[tuple[str, int, int]]) -> None:
+        for key in keys:
+            (projection, expert, rank), group = key, experts.matrices[key]
+            for kind, tensor in reader.parts(group).items():
+                stored = group.tensors.get(kind)
+                if stored is not None and is_shared(stored.name):
+                    continue
+                if projection == "down" and kind == "bias" and rank > 0:
+                    continue
+                filler.put(projection, expert, local[rank], kind, tensor)
 
     with torch.no_grad(), ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(read, wanted):
+        for _ in pool.map(read, mine.values()):
             pass
         for projection, kind, rank, tensor in _shared(experts, local):
             if not (projection == "gate" and layout.gate_suh is layout.up_suh):

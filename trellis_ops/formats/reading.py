@@ -28,6 +28,40 @@ class Reader:
     def read(self, tensor: TensorInfo) -> torch.Tensor:
         return self.slice(tensor)[...]
 
+    def parts(
+        self,
+        group: Exl3Group,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix, or of the part between two inputs (rows) or outputs (columns).
+
+        Args:
+            group: where its tensors are. Sign words are unpacked, a bias is padded and cast.
+            rows, columns: begin and end, multiples of 128. Rows from 0 on keep the bias, others
+                have none: parts that split the inputs are added.
+
+        Returns:
+            trellis, suh, svh and, where there is one, bias.
+
+        Raises:
+            ValueError: a begin or end that is no multiple of 128, or beyond the matrix.
+        """
+        inner = _blocks(group, "rows", rows, group.in_features)
+        outer = _blocks(group, "columns", columns, group.out_features)
+        tensors = group.tensors
+        found = {"trellis": self.slice(tensors["trellis"])[_tiles(inner), _tiles(outer)]}
+        for name, legacy, part in (("suh", "su", inner), ("svh", "sv", outer)):
+            if name in tensors:
+                found[name] = self.slice(tensors[name])[part]
+            else:
+                found[name] = tiles.unpack_signs(self.read(tensors[legacy]))[part]
+        if "bias" in tensors and inner.start == 0:
+            stored = self.read(tensors["bias"]).half()
+            full = torch.nn.functional.pad(stored, (0, group.out_features - stored.shape[0]))
+            found["bias"] = full[outer]
+        return found
+
     def matrix(
         self,
         group: Exl3Group,
@@ -37,38 +71,16 @@ class Reader:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> TrellisTensor:
-        """One matrix, or the part of it between two inputs (rows) or two outputs (columns).
+        """The same as a :class:`TrellisTensor`.
 
         Args:
-            group: where its tensors are. Sign words are unpacked, a bias is padded and cast.
             in_features, out_features: logical sizes of what is read, 0 for the stored ones.
-            rows, columns: begin and end, multiples of 128. Rows from 0 on keep the bias, others
-                have none: parts that split the inputs are added.
-
-        Raises:
-            ValueError: a begin or end that is no multiple of 128, or beyond the matrix.
         """
-        inner = _blocks(group, "rows", rows, group.in_features)
-        outer = _blocks(group, "columns", columns, group.out_features)
-        tensors = group.tensors
-        trellis = self.slice(tensors["trellis"])
-        vectors = []
-        for name, legacy, part in (("suh", "su", inner), ("svh", "sv", outer)):
-            if name in tensors:
-                vectors.append(self.slice(tensors[name])[part])
-            else:
-                vectors.append(tiles.unpack_signs(self.read(tensors[legacy]))[part])
-        bias = None
-        if "bias" in tensors and inner.start == 0:
-            stored = self.read(tensors["bias"]).half()
-            bias = torch.nn.functional.pad(stored, (0, group.out_features - stored.shape[0]))[outer]
         return TrellisTensor(
-            trellis[_tiles(inner), _tiles(outer)],
-            *vectors,
-            bias,
-            group.codebook,
-            in_features,
-            out_features,
+            **self.parts(group, rows, columns),
+            codebook=group.codebook,
+            in_features=in_features,
+            out_features=out_features,
         )
 
 
