@@ -6,9 +6,9 @@ _binary.load()
 
 from . import _register as _register  # noqa: E402  (implementations follow the library)
 from .formats import CODEBOOKS, MoeFiller, MoeLayout, TrellisTensor  # noqa: E402
-from .integrations import load_model, register, save_model  # noqa: E402
+from .integrations import load_model, register, save_model, swap_linears  # noqa: E402
 from .moe_ops import parity_moe, rank_sliced_moe  # noqa: E402
-from .nn import Exl3Linear, Exl3MoE, swap_linears  # noqa: E402
+from .nn import Exl3Linear, Exl3MoE  # noqa: E402
 from .ops import (  # noqa: E402
     dequantize,
     hadamard_128,

@@ -203,6 +203,82 @@ def test_missing_pieces_are_named(tail_checkpoint, tmp_path, part, message):
         load(drop(tail_checkpoint, tmp_path / "b", part))
 
 
+def matrices(stem: str, rows: int, columns: int, bits: float = 3, **options):
+    """A matrix's tensors."""
+    checkpoint = Checkpoint(nn.Module(), seed=7)
+    checkpoint.matrix(stem, rows, columns, bits, "mcg", **options)
+    return checkpoint.tensors
+
+
+@pytest.mark.parametrize(
+    ("gone", "added", "message"),
+    [
+        (
+            "nothing",
+            {
+                **matrices(f"{NAME}.4.gate_proj", 192, 512),
+                **matrices(f"{NAME}.4.up_proj", 192, 512),
+                **matrices(f"{NAME}.4.down_proj", 512, 192),
+            },
+            "has 5 experts, expected 4 as the model",
+        ),
+        (
+            f"{NAME}.2.up_proj",
+            matrices(f"{NAME}.2.up_proj", 192, 384),
+            r"2\.up_proj\.trellis has out_features 384, expected 512 as .*\.0\.up_proj\.trellis",
+        ),
+        (
+            f"{NAME}.0.up_proj",
+            matrices(f"{NAME}.0.up_proj", 192, 640),
+            r"0\.up_proj\.trellis is 256 x 640, expected 256 x 512 \(in x out, padded\) for the",
+        ),
+        (
+            f"{NAME}.1.down_proj",
+            matrices(f"{NAME}.1.down_proj", 512, 192, bias=torch.ones(192)),
+            r"1\.down_proj\.trellis and .*0\.down_proj\.trellis: one has a bias, the other none",
+        ),
+        (
+            f"{NAME}.0.down_proj",
+            matrices(f"{NAME}.0.down_proj", 512, 192, bias=torch.ones(192)),
+            "has biases, and the model's experts have none",
+        ),
+        ("gate_proj", {}, "has no gate projection, and the model's experts have one"),
+        (
+            "nothing",
+            {f"{NAME}.1.up_proj.scale": torch.ones(1)},
+            r"1\.up_proj\.scale is no tensor of an EXL3 matrix",
+        ),
+        (
+            "nothing",
+            matrices("model.layers.0.mlp.experts.0.up_proj", 192, 512),
+            r"layers\.0\.mlp\.experts\.0\.up_proj\.trellis has no place in the model",
+        ),
+    ],
+    ids=["more", "shape", "first shape", "bias", "biases", "gate", "unknown", "dense layer"],
+)
+def test_matrices_that_do_not_fit_are_refused(plain_checkpoint, tmp_path, gone, added, message):
+    with pytest.raises(ValueError, match=message):
+        load(drop(plain_checkpoint, tmp_path / "b", gone, **added))
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoint(tmp_path_factory):
+    """Without any other layer packed, so that every gate_proj in it is an expert's."""
+    dense = build("GlmMoeDsa", **cp.MOE["GlmMoeDsa"])
+    checkpoint = Checkpoint(dense)
+    checkpoint.experts(NAME, lambda p, e: 3)
+    folder = checkpoint.write(tmp_path_factory.mktemp("plain"))
+    return folder
+
+
+def test_slices_of_a_matrix_share_a_rate(tmp_path):
+    _, folder = written(tmp_path / "a", slices=4)
+    stem = f"{NAME}.2.up_proj.rank1"
+    new = matrices(stem, 192, 128, 4)
+    with pytest.raises(ValueError, match=r"rank1\.trellis has 4 bits, expected 3 as .*rank0\.trel"):
+        load(drop(folder, tmp_path / "b", stem, **new))
+
+
 def test_a_matrix_twice_is_refused(tail_checkpoint, tmp_path):
     stored = load_file(tail_checkpoint / "model.safetensors")
     twice = {

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-import checkpoints as cp
-from checkpoints import Checkpoint, build, distance, logits
-from layers import BOUNDS
-from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+import checkpoints as cp  # noqa: E402
+from checkpoints import Checkpoint, build, distance, logits  # noqa: E402
+from layers import BOUNDS  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
-from trellis_ops import Exl3Linear, Exl3MoE
-from trellis_ops.nn import Exl3Parts
+import trellis_ops  # noqa: E402
+from trellis_ops import Exl3Linear, Exl3MoE  # noqa: E402
+from trellis_ops.nn import Exl3Parts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,3 +117,28 @@ def test_experts_of_every_codebook(tmp_path, codebook):
     model = AutoModelForCausalLM.from_pretrained(checkpoint.write(tmp_path))
     assert model.model.layers[0].mlp.experts.codebooks == (codebook,) * 3
     assert distance(logits(model), logits(dense)) < bound(model)
+
+
+def test_text_model_of_a_multimodal_one(tmp_path):
+    """Prefixes of an older transformers, as converters keep them."""
+    torch.manual_seed(0)
+    text = {k: v for k, v in cp.SIZES.items() if not k.endswith("token_id")}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
+    )
+    dense = transformers.Gemma3ForConditionalGeneration(config).eval()
+    checkpoint = Checkpoint(dense)
+    for name, module in list(dense.named_modules()):
+        if isinstance(module, torch.nn.Linear) and "language_model" in name:
+            stem = name.replace("model.language_model.", "language_model.model.")
+            checkpoint.linear(name, 3, "mul1", stem)
+    folder = checkpoint.write(tmp_path / "a")
+    names = set(load_file(folder / "model.safetensors"))
+    assert "language_model.model.layers.0.mlp.up_proj.trellis" in names
+    model = trellis_ops.load_model(folder)
+    assert type(model) is type(dense)
+    assert distance(logits(model), logits(dense)) < bound(model)
+    model.save_pretrained(tmp_path / "b")
+    assert set(load_file(tmp_path / "b" / "model.safetensors")) == names

@@ -3,3 +3,4 @@
 from ._registration import register as register
 from .loading import load_model as load_model
 from .saving import save_model as save_model
+from .swap import swap_linears as swap_linears

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats.checkpoint import read_exl3_files
-from ..nn import Exl3Linear, Exl3Parts
+from ..nn import Exl3Linear, Exl3MoE, Exl3Parts
 from ..nn.frozen import FrozenModule
 from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear, current_shard
 from . import experts, saving
@@ -176,8 +176,12 @@ class Exl3Quantizer(HfQuantizer):
         for name, module in packed.items():
             if name.rpartition(".")[0] not in packed and ".slice." not in name:
                 model.set_submodule(name, _dense(module, dtype or model.dtype))
-        for name, (original, dense) in self.placement.experts.items():
-            module = model.get_submodule(name)
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, Exl3MoE):
+                continue
+            if name not in self.placement.experts:
+                raise ValueError(f"exl3: nobody knows what {name} was before it was packed")
+            original, dense = self.placement.experts[name]
             restored = experts.dequantize(original, dense, module, dtype or model.dtype)
             model.set_submodule(name, restored)
         return model

@@ -55,7 +55,7 @@ def save_model(
     Raises:
         ValueError: nothing in the model is packed, or a tensor is on the meta device.
     """
-    prepare(model)
+    prepare_saving(model)
     for name, tensor in model.state_dict().items():
         if tensor.is_meta and not hasattr(model, "hf_device_map"):
             raise ValueError(f"save_model: {name} is on the meta device and has no values")
@@ -67,7 +67,7 @@ def save_model(
             tokenizer.save_pretrained(staging)
 
 
-def prepare(model: PreTrainedModel) -> None:
+def prepare_saving(model: PreTrainedModel) -> None:
     """Makes ``save_pretrained`` of a model whose layers were swapped write an EXL3 checkpoint."""
     if not any(isinstance(module, (Exl3Linear, Exl3MoE)) for module in model.modules()):
         raise ValueError("save_model: the model has no Exl3Linear, quantise it first")

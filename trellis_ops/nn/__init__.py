@@ -3,4 +3,3 @@
 from .linear import Exl3Linear as Exl3Linear
 from .moe import Exl3MoE as Exl3MoE
 from .parts import Exl3Parts as Exl3Parts
-from .swap import swap_linears as swap_linears

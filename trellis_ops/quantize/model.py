@@ -80,6 +80,10 @@ def quantize_model(
             done += linear.weight.numel()
             errors[name] = float(tensors.proxy_error)
             report(name, errors[name], done, total)
+    if hasattr(model, "save_pretrained"):
+        from ..integrations.saving import prepare_saving
+
+        prepare_saving(model)  # as an EXL3 checkpoint
     return errors
 
 

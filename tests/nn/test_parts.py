@@ -1,4 +1,4 @@
-"""swap_linears and Exl3Parts on plain nn.Modules."""
+"""Exl3Parts: several matrices in the place of one linear layer."""
 
 from __future__ import annotations
 
@@ -10,92 +10,24 @@ import torch
 from layers import BOUNDS, make_layer
 from torch import nn
 
-from trellis_ops import Exl3Linear, TrellisTensor, swap_linears
+from trellis_ops import Exl3Linear, TrellisTensor
 from trellis_ops.nn import Exl3Parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def matrix(in_features=200, out_features=300, bias=None, bits=3, seed=0) -> TrellisTensor:
+def matrix(bits, seed) -> TrellisTensor:
     layer = make_layer("mul1", bits, rows=256, columns=384, seed=seed)
-    return TrellisTensor(
-        layer.trellis, layer.suh, layer.svh, bias, "mul1", in_features, out_features
-    )
-
-
-def model() -> nn.Module:
-    return nn.ModuleDict({"a": nn.Linear(200, 300, bias=False), "b": nn.Linear(300, 200)}).eval()
+    return TrellisTensor(layer.trellis, layer.suh, layer.svh, None, "mul1", 200, 300)
 
 
 def distance(got, want) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def test_by_name():
-    net, made = model(), matrix()
-    assert swap_linears(net, {"a": made}) == ["a"]
-    assert isinstance(net["a"], Exl3Linear) and isinstance(net["b"], nn.Linear)
-    assert not net["a"].training
-    x = torch.randn(5, 200)
-    want = x.double() @ made.dequantize(torch.float32).double().T
-    assert distance(net["a"](x), want) < BOUNDS[torch.float32]
-
-
-def test_by_choice():
-    net, seen = model().train(), []
-
-    def choose(name, linear):
-        seen.append((name, linear))
-        return None
-
-    assert swap_linears(net, choose) == []
-    assert seen == [("a", net["a"]), ("b", net["b"])]
-    assert swap_linears(net, lambda n, linear: matrix() if n == "a" else None) == ["a"]
-    assert net["a"].training
-
-
-def test_dtype_of_the_layer_is_kept():
-    net = model().bfloat16()
-    swap_linears(net, {"a": matrix()})
-    assert net["a"].weight.dtype == torch.bfloat16 and net["a"].suh.dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("tensors", "error", "message"),
-    [
-        ({"c": matrix()}, ValueError, "swap_linears: 'c' is no nn.Linear of the model"),
-        (
-            {"b": matrix()},
-            ValueError,
-            "swap_linears: b gets a matrix 200 x 300, expected 300 x 200 (in x out)",
-        ),
-        (
-            {"a": matrix(bias=torch.zeros(300))},
-            ValueError,
-            "swap_linears: a gets a bias, expected no bias",
-        ),
-        (
-            {"a": torch.ones(3)},
-            TypeError,
-            "swap_linears: a gets a Tensor, expected a TrellisTensor",
-        ),
-    ],
-)
-def test_refusals_leave_the_model_as_it_was(tensors, error, message):
-    net = model()
-    before = dict(net.named_modules())
-    with pytest.raises(error) as caught:
-        swap_linears(net, {"a": matrix(), **tensors})
-    assert str(caught.value) == message
-    assert dict(net.named_modules()) == before
-
-
-# ---- parts --------------------------------------------------------------------------------------
-
-
 def parts(axis: str) -> tuple[Exl3Parts, torch.Tensor]:
     """(module, its weight), of two matrices of different rates."""
-    made = [matrix(bits=2, seed=1), matrix(bits=5, seed=2)]
+    made = [matrix(2, 1), matrix(5, 2)]
     layers = {f"slice.{i}": Exl3Linear.from_tensors(t) for i, t in enumerate(made)}
     weights = [t.dequantize(torch.float32).double() for t in made]
     return Exl3Parts(layers, axis), torch.cat(weights, dim=0 if axis == "out" else 1)

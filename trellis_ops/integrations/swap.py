@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from ..formats.tensor import TrellisTensor
-from .linear import Exl3Linear
+from ..nn import Exl3Linear
+from .saving import prepare_saving
 
 Chooser = Callable[[str, nn.Linear], TrellisTensor | None]
 """Called with a layer's name and the layer; gives what shall replace it, or None to leave it."""
@@ -17,6 +18,7 @@ def swap_linears(model: nn.Module, tensors: Mapping[str, TrellisTensor] | Choose
     """Replaces nn.Linear layers of a model by :class:`Exl3Linear`.
 
     Every replacement is checked before the first is made, so an error leaves the model as it was.
+    ``save_pretrained`` of a transformers model then writes an EXL3 checkpoint.
 
     Args:
         model: changed in place; any nn.Module.
@@ -43,6 +45,8 @@ def swap_linears(model: nn.Module, tensors: Mapping[str, TrellisTensor] | Choose
             replacements[name] = _replacement(name, layers[name], matrix)
     for name, layer in replacements.items():
         model.set_submodule(name, layer, strict=True)
+    if replacements and hasattr(model, "save_pretrained"):
+        prepare_saving(model)
     return list(replacements)
 
 
