@@ -122,8 +122,9 @@ class Checkpoint:
             shared: "shared_h_v1" or "r7": hidden-side vectors are stored once for all.
         """
         module, stem = self.model.get_submodule(name), stem or name
-        count, _, hidden = module.gate_up_proj.shape
-        whole = module.down_proj.shape[2]
+        turned, biased = module.is_transposed, module.has_bias
+        count, *sizes = module.down_proj.shape
+        hidden, whole = sizes[::-1] if turned else sizes
         size = whole // slices
         vectors = {
             (p, r): self._scales(padded(hidden), 1.0 if p != "down" else size**-0.5)
@@ -133,6 +134,7 @@ class Checkpoint:
         if shared == "r7":
             vectors["up", 0] = vectors["gate", 0]
         gates_ups, downs = [], []
+        biases: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
         for e in range(count):
             parts: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
             for p, spelling in zip(parts, spelled, strict=True):
@@ -142,11 +144,14 @@ class Checkpoint:
                     sizes = (size, hidden) if p == "down" else (hidden, size)
                     field = "svh" if p == "down" else "suh"
                     own = {field: vectors[p, r]} if shared else {}
+                    if biased:
+                        own["bias"] = torch.randn(sizes[1]).half().float()
+                        biases[p].append(own["bias"])
                     parts[p].append(self.matrix(full, *sizes, rates(p, e), codebook, **own))
                     if shared:
                         del self.tensors[f"{full}.{field}"]
             gate, up = torch.cat(parts["gate"]), torch.cat(parts["up"])
-            gates_ups.append(torch.cat([gate, up]))
+            gates_ups.append(_joined(gate, up, module.is_concatenated))
             downs.append(torch.cat(parts["down"], dim=1))
         if shared == "shared_h_v1":
             for (p, r), vector in vectors.items():
@@ -156,9 +161,15 @@ class Checkpoint:
         elif shared == "r7":
             self.tensors[f"{stem}.r7_shared.gate_up_suh"] = torch.from_numpy(vectors["gate", 0])
             self.tensors[f"{stem}.r7_shared.down_svh"] = torch.from_numpy(vectors["down", 0])
-        module.gate_up_proj = nn.Parameter(torch.stack(gates_ups))
-        module.down_proj = nn.Parameter(torch.stack(downs))
-        self.packed |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
+        for field, weights in (("gate_up_proj", gates_ups), ("down_proj", downs)):
+            weight = torch.stack(weights)
+            weight = weight.transpose(1, 2).contiguous() if turned else weight
+            setattr(module, field, nn.Parameter(weight))
+            self.packed |= {f"{name}.{field}", f"{name}.{field}_bias"}
+        if biased:
+            gate_up = map(_joined, biases["gate"], biases["up"], [module.is_concatenated] * count)
+            module.gate_up_proj_bias = nn.Parameter(torch.stack([*gate_up]))
+            module.down_proj_bias = nn.Parameter(torch.stack(biases["down"]))
 
     def dense(self) -> dict[str, torch.Tensor]:
         """What stays as it is, under the names of a checkpoint."""
@@ -181,6 +192,10 @@ class Checkpoint:
         return folder
 
 
+def _joined(gate: torch.Tensor, up: torch.Tensor, concatenated: bool) -> torch.Tensor:
+    return torch.cat([gate, up]) if concatenated else torch.stack([gate, up], 1).flatten(0, 1)
+
+
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 320,
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
@@ -201,6 +216,7 @@ def build(family: str, seed: int = 0, **options: object) -> nn.Module:
 
 
 MOE = {
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 160},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160},
     "Glm4Moe": {

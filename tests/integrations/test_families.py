@@ -29,7 +29,7 @@ DENSE = {
     "Glm4": {},
 }
 # What a router or an MLA projection is stays dense in converters' output.
-KEPT = ("kv_b_proj", "mlp.gate", "weights_proj")
+KEPT = ("kv_b_proj", "mlp.gate", "weights_proj", "router")
 
 
 def a_rate_each(projection: str, expert: int) -> int:

@@ -184,13 +184,6 @@ def pack(
     layout = empty_layout(experts, dense.hidden, intermediate, held, ranks)
     divisor = _UP_DIVISOR.get(model_type, 1.0)
 
-    def read(device: torch.device) -> dict[str, torch.Tensor]:
-        filled = read_experts(experts, layout.materialize(device), reader, held, ranks)
-        if filled.gated:
-            _check_divisor(experts.name, filled, divisor)
-        # The module knows the names of its parameters.
-        return dict(Exl3MoE(filled, **options).named_parameters())
-
     options = {
         "activation": dense.activation,
         "limit": dense.limit,
@@ -198,6 +191,14 @@ def pack(
         "routed_scale": divisor,
         "dtype": dtype,
     }
+
+    def read(device: torch.device) -> dict[str, torch.Tensor]:
+        filled = read_experts(experts, layout.materialize(device), reader, held, ranks)
+        if filled.gated:
+            _check_divisor(experts.name, filled, divisor)
+        # The module knows the names of its parameters.
+        return dict(Exl3MoE(filled, **options).named_parameters())
+
     part = Exl3MoE(layout, **options)
     return Packed(part if shard is None else ParallelMoE(part, shard), read)
 

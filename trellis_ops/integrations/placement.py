@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..formats import codebooks, tiles
-from ..formats.checkpoint import Exl3Group
+from ..formats.checkpoint import Exl3Group, is_shared
 from ..formats.experts import ExpertSet, expert_sets
 from ..formats.reading import Reader, is_plain
 from ..nn import Exl3Linear, Exl3Parts
@@ -109,8 +109,18 @@ class _Placer:
         self.styles: dict[str, Style] = {}
         self.groups: dict[str, Exl3Group] = {}
         self.ignored = ignored
+        self.rename = rename
         for group in groups:
-            self.groups[self.result.stem_of(rename(f"{group.name}.trellis"))] = group
+            stem = self._stem(f"{group.name}.trellis")
+            if stem in self.groups:
+                raise ValueError(
+                    f"{group.name}.trellis and {self.groups[stem].name}.trellis are both {stem} of "
+                    "the model, expected one of them"
+                )
+            self.groups[stem] = group
+
+    def _stem(self, name: str) -> str:
+        return self.result.stem_of(self.rename(name))
 
     def run(self) -> Placement:
         modules = dict(self.model.named_modules())
@@ -223,9 +233,9 @@ class _Placer:
         for (projection, expert, rank), stem in found.stems.items():
             slice_name = f".rank{rank}" if found.slices > 1 else ""
             self.result.stems[stem] = f"{name}.{expert}.{projection}_proj{slice_name}"
-            group = self.groups.pop(stem)
+            tensors = self.groups.pop(stem).tensors.values()
             self.result.consumed.add(stem)
-            self.result.consumed.update(t.name.rpartition(".")[0] for t in group.tensors.values())
+            self.result.consumed.update(self._stem(t.name) for t in tensors if is_shared(t.name))
         first = found.stems["up", 0, 0]
         place = name if self.shard is None else f"{name}.part"
         self._read_later(place, first, found.first("up"), packed.read)
@@ -248,7 +258,7 @@ class _Placer:
         if module.bias is not None:
             raise ValueError(f"{name} has a bias, expected none where its parts are stored apart")
         stored = [self.groups[stem].out_features for stem in stems.values()]
-        sizes = _logical_parts(module.out_features, stored, self._head_multiple(name, last))
+        sizes = _logical_parts(module.out_features, stored, self._known_parts(last))
         if sizes is None:
             raise ValueError(
                 f"{stems[present[0]]}.trellis and the parts beside it have {stored} outputs, "
@@ -260,11 +270,11 @@ class _Placer:
         }
         self._replace(name, Exl3Parts(parts, "out"))
 
-    def _head_multiple(self, name: str, last: str) -> list[int] | None:
-        """Logical sizes of the parts, from the config: padding hides them in the files."""
-        config = self.model.config.get_text_config()
+    def _known_parts(self, last: str) -> list[int] | None:
+        """Logical sizes of parts, where the config tells: padding hides them in the files."""
         if last == "gate_up_proj":
             return None
+        config = self.model.config.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv = getattr(config, "num_key_value_heads", None) or heads

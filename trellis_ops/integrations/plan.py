@@ -61,8 +61,7 @@ def _planned(model: nn.Module, name: str) -> str | None:
 def _linked(model: nn.Module, parent: str, packed: Container[str], shard: Shard) -> bool:
     """Whether the layers of a block can pass parts to each other."""
     block = model.get_submodule(parent)
-    config = model.config.get_text_config()
-    styles = set()
+    head, styles = getattr(block, "head_dim", None), set()
     for child, layer in block.named_modules():
         name = f"{parent}.{child}"
         style = _planned(model, name) if child else None
@@ -72,10 +71,8 @@ def _linked(model: nn.Module, parent: str, packed: Container[str], shard: Shard)
             cut = layer.out_features if style == "colwise" else layer.in_features
             if style not in _LINKED or name not in packed or cut % (HADAMARD * shard.size):
                 return False
-            if hasattr(block, "head_dim") or hasattr(config, "num_attention_heads"):
-                head = getattr(block, "head_dim", None)
-                if head and (cut // shard.size) % head:
-                    return False
+            if head and (cut // shard.size) % head:
+                return False
         elif style is not None:
             return False
         styles.add(style)

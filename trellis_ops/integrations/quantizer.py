@@ -152,7 +152,10 @@ class Exl3Quantizer(HfQuantizer):
             for t in model._weight_conversions
             if not isinstance(t, WeightConverter) or not isinstance(t.operations[0], _ReadModule)
         ]
-        self.placement.reads.clear()
+        # Only what saving needs is kept.
+        for done in ("reads", "triggers", "consumed", "sets"):
+            getattr(self.placement, done).clear()
+        self.shapes.clear()
         saving.attach(model)
         return model
 
