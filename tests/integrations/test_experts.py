@@ -452,3 +452,29 @@ def test_divided_experts_give_the_whole_sum(tmp_path):
     assert distance(logits(model), logits(dense)) < BOUND
     plain = model.dequantize()
     assert distance(logits(plain), logits(dense)) < 1e-5
+
+
+def test_rank_slices_under_the_names_of_deepseek_v4(tmp_path):
+    """Other names for everything, no prefix, and a limit inside the activation."""
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no DeepSeek-V4")
+    options = {
+        "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4,
+        "head_dim": 64, "q_lora_rank": 64, "num_experts_per_tok": 2, "n_routed_experts": 4,
+        "o_groups": 2, "o_lora_rank": 64, "index_n_heads": 2, "index_head_dim": 64,
+        "index_topk": 16, "layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2,
+    }  # fmt: skip
+    dense = build("DeepseekV4", **options)
+    checkpoint = Checkpoint(dense)
+    for i in range(2):
+        checkpoint.experts(
+            f"model.layers.{i}.mlp.experts",
+            rates,
+            stem=f"layers.{i}.ffn.experts",
+            spelled=("w1", "w3", "w2"),
+            slices=2,
+        )
+    model = load(checkpoint.write(tmp_path))
+    module = model.get_submodule(NAME)
+    assert (module.activation, module.limit, module.layout().slices) == ("silu", 10.0, 2)
+    assert distance(logits(model), logits(dense)) < BOUND
