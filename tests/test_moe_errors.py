@@ -414,7 +414,7 @@ def test_a_bad_entry_of_an_expert_that_is_hit(op, place, value):
     with pytest.raises((ValueError, RuntimeError)) as caught:
         call(torch.tensor([[0], [1]]))
     assert str(caught.value).splitlines()[0] == (
-        f"rank_sliced_moe: table has {entry} for {projection} of expert 1, rank 0, expected a rate "
+        f"{op}: table has {entry} for {projection} of expert 1, rank 0, expected a rate "
         f"of its codebook, and a matrix within the {len(tensors[0])} words of packed"
     )
     call(torch.tensor([[0], [2]]))  # nobody asks for expert 1

@@ -65,28 +65,26 @@ def _warn_slow(name: str, device: str) -> None:
     )
 
 
-def _on_host(function):
+def _on_host(name: str, function=reference.experts):
     """The experts in PyTorch: which of them are hit is read on the host."""
 
     def run(*args):
         if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "trellis_ops: the PyTorch reference of the experts reads table and ids on the "
-                "host, which a CUDA graph cannot capture"
+                f"{name}: the PyTorch implementation reads table and ids on the host, "
+                "which a CUDA graph cannot capture"
             )
-        return function(*args)
+        return function(name, *args)
 
     return run
 
-
-_experts, _experts_grad = _on_host(reference.experts), _on_host(reference.experts_grad)
 
 # Exact and plain on every device: these are the ops, not a fallback.
 for _name, _function in {
     "parity_gemm": reference.linear,
     "gemm_input_grad": reference.input_grad,
-    "parity_moe": _experts,
-    "moe_grad": _experts_grad,
+    "parity_moe": _on_host("parity_moe"),
+    "moe_grad": _on_host("moe_grad", reference.experts_grad),
     "unpack_trellis": _unpack_trellis,
     "pack_trellis": _pack_trellis,
 }.items():
@@ -98,9 +96,9 @@ for _name, _function in {
     "dequantize": reference.dequantize,
     "hadamard_128": reference.hadamard_128,
     "quantize_tiles": reference.quantize_tiles,
-    "rank_sliced_moe": _experts,
-    "rank_sliced_moe_inference": _experts,
-    "rank_sliced_moe_planned": lambda *args: _experts(*args[:-1]),
+    "rank_sliced_moe": _on_host("rank_sliced_moe"),
+    "rank_sliced_moe_inference": _on_host("rank_sliced_moe"),
+    "rank_sliced_moe_planned": lambda *args: _on_host("rank_sliced_moe")(*args[:-1]),
 }.items():
     LIBRARY.impl(_name, _without_kernel(_name, _function), _EVERYWHERE)
 

@@ -402,7 +402,11 @@ class Refusals(TestCase):
         )
         self.assertExpectedInline(
             lists(lambda x: x.up[0].__setitem__(1, x.up[0][1].trellis)),
-            """MoeLayout: up of expert 0, rank 1: Tensor, expected a TrellisTensor""",
+            """MoeLayout: up of expert 0, rank 1: Tensor, expected TrellisTensor""",
+        )
+        self.assertExpectedInline(
+            lists(lambda x: x.up.__setitem__(1, x.up[1][0])),
+            """MoeLayout: up of expert 1: TrellisTensor, expected a list of rank slices or None""",
         )
         self.assertExpectedInline(
             lists(lambda x: [x.up.__setitem__(e, None) for e in range(3)]),

@@ -157,6 +157,11 @@ def layout_of(gate: Experts | None, up: Experts, down: Experts) -> MoeLayout:
             raise ValueError(
                 f"{op}: {projection} has {len(experts)} experts, expected {len(up)} as up has"
             )
+        for e, ranks in enumerate(experts):
+            for r, part in enumerate(_ranks(f"{op}: {projection} of expert {e}", ranks)):
+                if not isinstance(part, TrellisTensor):
+                    where = Slice(projection, e, r)
+                    raise TypeError(f"{op}: {where}: {type(part).__name__}, expected TrellisTensor")
     held = [e for e, ranks in enumerate(up) if ranks]
     if not held:
         raise ValueError(f"{op}: up has no expert, expected at least one")
@@ -207,6 +212,12 @@ def layout_of(gate: Experts | None, up: Experts, down: Experts) -> MoeLayout:
     return filler.finish()
 
 
+def _ranks(where: str, ranks: Sequence[TrellisTensor] | None) -> Sequence[TrellisTensor]:
+    if ranks is not None and not isinstance(ranks, (list, tuple)):
+        raise TypeError(f"{where}: {type(ranks).__name__}, expected a list of rank slices or None")
+    return ranks or ()
+
+
 def _check_alike(
     op: str,
     projection: str,
@@ -232,8 +243,6 @@ def _check_alike(
             )
         for r, part in enumerate(ranks):
             where = f"{op}: {Slice(projection, e, r)}"
-            if not isinstance(part, TrellisTensor):
-                raise TypeError(f"{where}: {type(part).__name__}, expected a TrellisTensor")
             if (part.in_features, part.out_features) != sizes:
                 raise ValueError(
                     f"{where}: {part.in_features} x {part.out_features}, "

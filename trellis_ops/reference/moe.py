@@ -15,8 +15,9 @@ from . import gemm
 
 @dataclass
 class _Layer:
-    """The ops' arguments from ``packed`` on."""
+    """The ops' arguments from ``packed`` on, and the name of the op for what is wrong with them."""
 
+    op: str
     packed: torch.Tensor
     table: torch.Tensor
     gate_suh: torch.Tensor | None
@@ -58,7 +59,7 @@ class _Layer:
         known = words % 8 == 0 and tiles.bits_of(words) in codebooks.rates_of(name)
         if not (known and 0 <= offset and end <= len(self.packed)):
             raise ValueError(
-                f"rank_sliced_moe: table has ({offset}, {words}) for {projection} of expert "
+                f"{self.op}: table has ({offset}, {words}) for {projection} of expert "
                 f"{expert}, rank {rank}, expected a rate of its codebook, and a matrix within the "
                 f"{len(self.packed)} words of packed"
             )
@@ -92,6 +93,7 @@ class _Layer:
 
 
 def experts(
+    op: str,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -99,7 +101,7 @@ def experts(
 ) -> torch.Tensor:
     """y[t] = routed_scale * sum over s of weight[t, s] * expert[ids[t, s]](x[t]); one rounding."""
     *arguments, out_dtype = layer_and_dtype
-    layer = _Layer(*arguments)
+    layer = _Layer(op, *arguments)
     rows, weights = _flat(x), _flat(topk_weights.float())
     y = rows.new_zeros(rows.shape)
     for expert, token, slot in _routes(topk_ids, layer):
@@ -109,6 +111,7 @@ def experts(
 
 
 def experts_grad(
+    op: str,
     grad: torch.Tensor,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -116,7 +119,7 @@ def experts_grad(
     *arguments,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and of topk_weights, in their dtypes."""
-    layer = _Layer(*arguments)
+    layer = _Layer(op, *arguments)
     rows, weights = _flat(x), _flat(topk_weights.float())
     grads = _flat(grad) * layer.routed_scale
     dx, dweights = rows.new_zeros(rows.shape), weights.new_zeros(weights.shape)
