@@ -32,10 +32,9 @@ SmallScratch take_scratch(const Gemm& g, int64_t share, Arena& arena) {
 
 }  // namespace
 
-// A multiprocessor works at the same pace on two blocks as on four, so what counts is how much one of them gets
-// at most: rounds * share groups, and what it costs to end a column block, as often as the worst block
-// has to. Measured, a block that has a multiprocessor to itself now and then gets company while another
-// multiprocessor is idle, hence at least two rounds.
+// A multiprocessor works at the same pace on one block as on four, so what counts is how much one of them
+// gets at most: rounds * share groups, and what it costs to end a column block, as often as the worst
+// block has to.
 int64_t small_share(const Gemm& g, int sm_count) {
   const int64_t groups = small_groups(g) / small_column_blocks(g);
   const int64_t total = small_groups(g);
@@ -45,7 +44,6 @@ int64_t small_share(const Gemm& g, int sm_count) {
   // Whole groups for each warp; the longest first, since of two that cost the same it leaves fewer parts.
   for (int64_t share = most / kDepthWarps * kDepthWarps; share * 10 >= most; share -= kDepthWarps) {
     const int64_t rounds = (small_stretches(g, share) + sm_count - 1) / sm_count;
-    if (rounds < 2 && share > kDepthWarps) continue;
     const bool aligned = groups % share == 0 || share % groups == 0;
     const int64_t ends = aligned ? std::max<int64_t>(1, share / groups) : 2 + (share - 1) / groups;
     const int64_t cost = rounds * (share + ends * end_cost);
