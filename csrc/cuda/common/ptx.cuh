@@ -53,6 +53,20 @@ __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
+// For what is read once: it makes room in the second-level cache before anything else does, so that a
+// layer's weights leave activations, and the kernels' own instructions, where they are.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_normally() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // ---- programmatic dependent launch: this kernel may start before the one in front has ended -------
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #ifdef TRELLIS_SM90
@@ -78,8 +92,10 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
 }
 
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------
-__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+__device__ __forceinline__ void copy_async_16(void* to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                   shared_address(to)),
+               "l"(from), "l"(policy)
                : "memory");
 }
 

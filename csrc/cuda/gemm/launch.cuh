@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../../rates.h"
@@ -27,12 +28,29 @@ class Arena {
   int64_t bytes_ = 0;
 };
 
+// Of the current device. Cheap; a static value would be wrong on the second device.
+inline int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, which, device);
+  return value;
+}
+
+// Shared memory that each of `blocks` asks for, at least `needed`. Where a multiprocessor has room for more
+// blocks than its even share, some would get more and others none: so no more than that fit.
+inline int shared_for_even_spread(int64_t blocks, int needed) {
+  const int sm_count = attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t rounds = (blocks + sm_count - 1) / sm_count;
+  const int of_all = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int reserved = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
+  return std::max(needed, static_cast<int>((of_all / rounds - reserved) / 128 * 128));
+}
+
 // Launches clusters of `cluster` blocks that may start while the launch in front still runs.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                int shared_bytes, int cluster, cudaStream_t stream,
                                Arguments... arguments) {
-  // Per device and cheap; a static flag would be wrong on the second device.
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
@@ -42,11 +60,8 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, in
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   config.attrs = attributes;
-  if (major >= 9) {
+  if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     config.numAttrs = 1;

@@ -1,11 +1,16 @@
-// One block a row, one warp a 128-block of inputs: scale, transform, lay out.
+// One warp a 128-block of inputs: scale, transform, lay out. Few rows are shared by several blocks each,
+// since this launch's latency is part of a decode step; each then looks for the row's largest element by
+// itself, as waiting for one another would take longer.
+#include <algorithm>
+
 #include "rotate.cuh"
 #include "rows.cuh"
 
 namespace trellis::cuda {
 namespace {
 
-constexpr int kFewRows = 264;  // up to here a block's latency matters, beyond it its occupancy
+constexpr int kRotateWarps = 8;
+constexpr int kRotateBlocks = 264;  // that few rows are spread over: two a multiprocessor
 // Largest 16-bit integer whose high byte, rounded so that the low byte is signed, is still a byte.
 constexpr float kLargestInteger = 127.0f * 256.0f + 127.0f;
 
@@ -16,78 +21,103 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// A row of activations and the scales of its elements.
+// A row of activations and the scales of its elements. Instantiations rather than branches, and rolled
+// loops, since every launch of a decode step fetches its instructions anew: the weights of a layer push
+// them out of the cache. kUsual: there is suh, and four elements of either are one load.
+template <DType kDType, bool kUsual>
 struct Input {
-  Row x, suh;
-  bool scaled;
+  static constexpr int kBytes = kDType == DType::Float ? 4 : 2;
+  const char* x;
+  const __half* suh;
+  int size;
 
   __device__ Input(const Gemm& g, int64_t row)
-      : x(g.x, g.x_dtype, row, g.in_columns),
-        suh(g.suh, DType::Half, 0, g.in_tiles * 16),
-        scaled(g.suh != nullptr) {}
+      : x(static_cast<const char*>(g.x) + row * g.in_columns * kBytes),
+        suh(static_cast<const __half*>(g.suh)),
+        size(static_cast<int>(g.in_columns)) {}
+
+  __device__ bool scaled() const { return kUsual || suh != nullptr; }
 
   // Four neighbours of x * factor * suh (or of x * factor), zero beyond the row's end.
   __device__ __forceinline__ void load(int first, float factor, float (&v)[4]) const {
-    x.load(first, v);
+    float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (kUsual) {
+      v[0] = v[1] = v[2] = v[3] = 0.0f;
+      if (first < size) {
+        load_four<kDType>(x + static_cast<int64_t>(first) * kBytes, v);
+        load_four<DType::Half>(reinterpret_cast<const char*>(suh + first), scale);
+      }
+    } else {
 #pragma unroll
-    for (float& value : v) value *= factor;
-    if (!scaled) return;
-    float scale[4];
-    suh.load(first, scale);
+      for (int i = 0; i < 4; ++i) {
+        v[i] = first + i < size ? load_as_float(x, kDType, first + i) : 0.0f;
+        if (scaled() && first + i < size) scale[i] = __half2float(suh[first + i]);
+      }
+    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] *= scale[i];
+    for (int i = 0; i < 4; ++i) v[i] = v[i] * factor * scale[i];
   }
 };
 
 // The largest magnitude of x * suh / 2^16 in blocks first, first + step, ... of a row.
+template <typename Input>
 __device__ __forceinline__ float largest_of(const Input& input, int blocks, int first, int step) {
   const int lane = threadIdx.x % 32;
   float most = 0.0f;
-#pragma unroll 4
-  for (int block = first; block < blocks; block += step) {
-    float v[4];
-    // x * suh itself may overflow; x * suh / 2^16 cannot.
-    input.load(block * 128 + lane * 4, 0x1p-16f, v);
+#pragma unroll 1
+  for (int block = first; block < blocks; block += 4 * step) {
 #pragma unroll
-    for (const float value : v) most = fmaxf(most, fabsf(value));
+    for (int i = 0; i < 4; ++i) {  // at a time, to wait once; zeros beyond the end
+      float v[4];
+      // x * suh itself may overflow; x * suh / 2^16 cannot.
+      input.load((block + i * step) * 128 + lane * 4, 0x1p-16f, v);
+#pragma unroll
+      for (const float value : v) most = fmaxf(most, fabsf(value));
+    }
   }
   return warp_max(most);
 }
 
-// A power of two near the largest magnitude of x * suh in a row: whatever the activations are, what
-// is left fits FP16 and float32 holds every sum.
-__device__ __forceinline__ float scale_of(float most) {
-  if (!(most > 0.0f) || isinf(most)) return 1.0f;
-  return ldexpf(1.0f, max(-100, min(126, ilogbf(most) + 16)));
+// The exponent of a power of two near the largest magnitude of x * suh in a row, given that over 2^16:
+// whatever the activations are, what is left fits FP16 and float32 holds every sum.
+__device__ __forceinline__ int exponent_of(float most) {
+  if (!(most > 0.0f) || isinf(most)) return 0;
+  const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
+  return max(-100, min(126, exponent + 16));
 }
 
-// Integers of a block of 128 inputs, with one scale for all of them.
-__device__ void write_integers(const Rotated& to, Operand operand, int row, bool real,
-                               int64_t block, const float (&v)[4]) {
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// How a row's block of 128 inputs is laid out, four neighbours a lane.
+enum class Layout { Fragments, Integers, Swizzled };
+
+// Integers, with one scale for all of a block.
+__device__ __forceinline__ void write_integers(const Rotated& to, bool two_passes, int row,
+                                               bool real, int64_t block, const float (&v)[4]) {
   const int lane = threadIdx.x % 32;
-  const int64_t k_tile = static_cast<int64_t>(block) * 8 + lane / 4;
   const float largest =
       warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
-  const float scale = largest > 0.0f && !isinf(largest) ? largest / kLargestInteger : 1.0f;
+  // A block that is so small beside the row's largest (about 1 here) counts as zeros.
+  const float scale =
+      largest > 0x1p-100f && !isinf(largest) ? largest * (1.0f / kLargestInteger) : 1.0f;
+  const float inverse = __fdividef(1.0f, scale);
+  // Bytes of four rows and their low bytes beside them, or of eight rows and then the low ones.
+  const int tile_bytes = two_passes ? 256 : 128;
+  uint8_t* const bytes = reinterpret_cast<uint8_t*>(to.x) + (block * 8 + lane / 4) * tile_bytes +
+                         row * 16 + lane % 2 * 8 + lane % 4 / 2 * 2;
   int total = 0;
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     finite &= isfinite(v[i]);
-    const float steps = v[i] / scale;
-    const int value = isfinite(steps) ? __float2int_rn(steps) : 0;
+    const int value = isfinite(v[i]) ? __float2int_rn(v[i] * inverse) : 0;
     total += value;
     const int high = (value + 128) >> 8, low = value - high * 256;
-    const int k = lane % 4 * 4 + i;
-    const int at = k % 8 / 2 * 4 + k % 2 + k / 8 * 2;  // byte of the row's four lanes
-    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to.x);
-    if (operand == Operand::kBytes) {
-      bytes[k_tile * 128 + row * 16 + at] = static_cast<uint8_t>(high);
-      bytes[k_tile * 128 + (row + 4) * 16 + at] = static_cast<uint8_t>(low);
-    } else {
-      bytes[k_tile * 256 + row * 16 + at] = static_cast<uint8_t>(high);
-      bytes[k_tile * 256 + 128 + row * 16 + at] = static_cast<uint8_t>(low);
-    }
+    const int at = i / 2 * 4 + i % 2;
+    bytes[at] = static_cast<uint8_t>(high);
+    bytes[at + tile_bytes / 2] = static_cast<uint8_t>(low);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
@@ -101,23 +131,11 @@ __device__ void write_integers(const Rotated& to, Operand operand, int row, bool
   }
 }
 
-// `real`: whether there is such a row.
-__device__ void rotate_block(const Input& input, const Rotated& to, Operand operand, int64_t row,
-                             bool real, int block, float inverse) {
+__device__ __forceinline__ void write_halves(const Rotated& to, bool swizzled, int64_t row,
+                                             int block, const float (&v)[4]) {
   const int lane = threadIdx.x % 32;
-  float v[4] = {};
-  if (real) input.load(block * 128 + lane * 4, inverse, v);
-  if (input.scaled) {
-    warp_hadamard(v, lane);
-#pragma unroll
-    for (float& value : v) value *= kHadamardScale;
-  }
-  if (is_integer(operand)) {
-    write_integers(to, operand, static_cast<int>(row), real, block, v);
-    return;
-  }
   const __half2 first = __floats2half2_rn(v[0], v[1]), second = __floats2half2_rn(v[2], v[3]);
-  if (operand == Operand::kSwizzled) {
+  if (swizzled) {
     // 16-byte piece p of row r of an atom lies at piece p ^ r.
     const int64_t atom = static_cast<int64_t>(block * 2 + lane / 16) * to.row_groups + row / 8;
     const int within = static_cast<int>(row % 8), piece = lane % 16 / 2 ^ within;
@@ -130,44 +148,92 @@ __device__ void rotate_block(const Input& input, const Rotated& to, Operand oper
   // to the end of the last block.
   const int64_t k_tile = static_cast<int64_t>(block) * 8 + lane / 4;
   __half2* const tile = reinterpret_cast<__half2*>(to.x) + (k_tile * to.row_groups + row / 8) * 64;
-#pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {
-    const int k = lane % 4 * 4 + pair * 2;
-    const int owner = static_cast<int>(row % 8) * 4 + k % 8 / 2;
-    tile[owner * 2 + k / 8] = pair == 0 ? first : second;
-  }
+  __half2* const at = tile + (row % 8 * 4 + lane % 2 * 2) * 2 + lane % 4 / 2;
+  at[0] = first;
+  at[2] = second;
 }
 
-__global__ void __launch_bounds__(1024)
-    rotate_rows(const Gemm g, const Rotated to, const Operand operand) {
-  __shared__ float largest[32];
+// `shares`: blocks of a row.
+template <Layout kLayout, DType kDType, bool kUsual>
+__global__ void __launch_bounds__(kRotateWarps * 32)
+    rotate_rows(const Gemm g, const Rotated to, const int shares, const bool two_passes) {
+  __shared__ float largest[kRotateWarps];
   let_next_kernel_start();
-  const int64_t row = blockIdx.x;
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned row_of_grid = blockIdx.x / static_cast<unsigned>(shares);
+  const int64_t row = row_of_grid;
+  const int share = static_cast<int>(blockIdx.x - row_of_grid * shares);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
   const bool real = row < g.m;
-  const Input input(g, row);
+  const Input<kDType, kUsual> input(g, row);
   if (real) {
-    const float most = largest_of(input, blocks, warp, warps);
+    const float most = largest_of(input, blocks, warp, kRotateWarps);
     if (lane == 0) largest[warp] = most;
   }
   __syncthreads();
-  const float scale = real ? scale_of(warp_max(lane < warps ? largest[lane] : 0.0f)) : 1.0f;
-  if (threadIdx.x == 0) to.row_scales[row] = scale;
-  for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
+  const int exponent = real ? exponent_of(warp_max(largest[lane % kRotateWarps])) : 0;
+  if (share == 0 && threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     to.arrived[i] = 0;
-  for (int block = warp; block < blocks; block += warps)
-    rotate_block(input, to, operand, row, real, block, 1.0f / scale);
+#pragma unroll 1
+  for (int block = share * kRotateWarps + warp; block < blocks; block += shares * kRotateWarps) {
+    float v[4] = {};
+    if (real) input.load(block * 128 + lane * 4, power_of_two(-exponent), v);
+    if (input.scaled()) {
+      warp_hadamard(v, lane);
+#pragma unroll
+      for (float& value : v) value *= kHadamardScale;
+    }
+    if constexpr (kLayout == Layout::Integers)
+      write_integers(to, two_passes, static_cast<int>(row), real, block, v);
+    else
+      write_halves(to, kLayout == Layout::Swizzled, row, block, v);
+  }
+}
+
+template <Layout kLayout>
+cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, bool two_passes,
+                          cudaStream_t stream) {
+  const int64_t most = (g.in_tiles + 8 * kRotateWarps - 1) / (8 * kRotateWarps);
+  const int shares =
+      static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(most, kRotateBlocks / rows)));
+  const auto launch = [&](auto kernel) {
+    // As the kernel behind has it: a multiprocessor that divides its memory otherwise between shared memory
+    // and cache cannot take a block of that kernel while one of this runs, and others would get all of them.
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    kernel<<<static_cast<unsigned>(rows * shares), kRotateWarps * 32, 0, stream>>>(g, to, shares,
+                                                                                   two_passes);
+    return cudaGetLastError();
+  };
+  const int element = g.x_dtype == DType::Float ? 4 : 2;
+  const bool usual = g.suh != nullptr && reinterpret_cast<uintptr_t>(g.x) % (4 * element) == 0 &&
+                     reinterpret_cast<uintptr_t>(g.suh) % 8 == 0 && g.in_columns % 4 == 0;
+  switch (g.x_dtype) {
+    case DType::Half:
+      return usual ? launch(rotate_rows<kLayout, DType::Half, true>)
+                   : launch(rotate_rows<kLayout, DType::Half, false>);
+    case DType::BFloat16:
+      return usual ? launch(rotate_rows<kLayout, DType::BFloat16, true>)
+                   : launch(rotate_rows<kLayout, DType::BFloat16, false>);
+    default:
+      return usual ? launch(rotate_rows<kLayout, DType::Float, true>)
+                   : launch(rotate_rows<kLayout, DType::Float, false>);
+  }
 }
 
 }  // namespace
 
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream) {
-  const int threads = rows <= kFewRows ? 1024 : 256;
-  rotate_rows<<<static_cast<unsigned>(rows), threads, 0, stream>>>(g, to, operand);
-  return cudaGetLastError();
+  const bool two_passes = operand == Operand::kBytesTwoPasses;
+  if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, two_passes, stream);
+  if (operand == Operand::kSwizzled)
+    return launch_layout<Layout::Swizzled>(g, to, rows, two_passes, stream);
+  return launch_layout<Layout::Fragments>(g, to, rows, two_passes, stream);
 }
 
 }  // namespace trellis::cuda

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../common/ptx.cuh"
 #include "problem.h"
 
@@ -11,28 +13,43 @@ namespace trellis::cuda {
 
 constexpr float kHadamardScale = 0.088388347648318447f;  // 1 / sqrt(128)
 
-__device__ __forceinline__ float load_as_float(const void* p, DType dtype, int64_t i) {
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ void from_float(float value, __half& to) { to = __float2half_rn(value); }
+__device__ __forceinline__ void from_float(float value, __nv_bfloat16& to) {
+  to = __float2bfloat16_rn(value);
+}
+__device__ __forceinline__ void from_float(float value, float& to) { to = value; }
+
+// Calls f with the pointer as one to its elements.
+template <typename Void, typename F>
+__device__ __forceinline__ void with_dtype(DType dtype, Void* p, F f) {
+  const auto as = [p](auto element) {
+    using Element = decltype(element);
+    if constexpr (std::is_const_v<Void>)
+      return static_cast<const Element*>(p);
+    else
+      return static_cast<Element*>(p);
+  };
   switch (dtype) {
     case DType::Half:
-      return __half2float(static_cast<const __half*>(p)[i]);
+      return f(as(__half{}));
     case DType::BFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+      return f(as(__nv_bfloat16{}));
     default:
-      return static_cast<const float*>(p)[i];
+      return f(as(0.0f));
   }
 }
 
+__device__ __forceinline__ float load_as_float(const void* p, DType dtype, int64_t i) {
+  float value;
+  with_dtype(dtype, p, [&](const auto* elements) { value = to_float(elements[i]); });
+  return value;
+}
+
 __device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float value) {
-  switch (dtype) {
-    case DType::Half:
-      static_cast<__half*>(p)[i] = __float2half_rn(value);
-      return;
-    case DType::BFloat16:
-      static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(value);
-      return;
-    default:
-      static_cast<float*>(p)[i] = value;
-  }
+  with_dtype(dtype, p, [&](auto* elements) { from_float(value, elements[i]); });
 }
 
 // Two neighbours, the first at an even index.
@@ -50,35 +67,16 @@ __device__ __forceinline__ void store_pair(void* p, DType dtype, int64_t i, floa
   }
 }
 
-// A row of `size` elements of any dtype, four neighbours at a time.
-struct Row {
-  const char* p;
-  DType dtype;
-  int size;
-  bool aligned;  // so that four elements are one load
-
-  __device__ Row(const void* start, DType dtype_, int64_t row, int64_t size_)
-      : p(static_cast<const char*>(start) + row * size_ * (dtype_ == DType::Float ? 4 : 2)),
-        dtype(dtype_),
-        size(static_cast<int>(size_)),
-        aligned(reinterpret_cast<uintptr_t>(p) % (dtype_ == DType::Float ? 16 : 8) == 0) {}
-
-  // Elements first .. first+3, first a multiple of four; zeros beyond the end.
-  __device__ __forceinline__ void load(int first, float (&v)[4]) const {
-    if (!aligned || first + 4 > size) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        v[j] = first + j < size ? load_as_float(p, dtype, first + j) : 0.0f;
-      return;
-    }
-    if (dtype == DType::Float) {
-      const float4 four = reinterpret_cast<const float4*>(p)[first / 4];
-      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-      return;
-    }
-    const uint2 four = reinterpret_cast<const uint2*>(p)[first / 4];
+// Four neighbours by one load.
+template <DType kDType>
+__device__ __forceinline__ void load_four(const char* p, float (&v)[4]) {
+  if constexpr (kDType == DType::Float) {
+    const float4 four = *reinterpret_cast<const float4*>(p);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+  } else {
+    const uint2 four = *reinterpret_cast<const uint2*>(p);
     float2 low, high;
-    if (dtype == DType::Half) {
+    if constexpr (kDType == DType::Half) {
       low = __half22float2(reinterpret_cast<const __half2&>(four.x));
       high = __half22float2(reinterpret_cast<const __half2&>(four.y));
     } else {
@@ -87,7 +85,7 @@ struct Row {
     }
     v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
   }
-};
+}
 
 // A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
 __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
@@ -102,25 +100,36 @@ __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
 }
 
 // The last step of 128 sums of a row, one warp: transform, scales, bias, rounding. Lane l has features
-// 4 l .. 4 l + 3 from `feature` on.
+// 4 l .. 4 l + 3 from `feature` on. Short code rather than wide accesses: a decode step fetches these
+// instructions from memory, since the weights have pushed them out of the cache.
 __device__ __forceinline__ void finish_row(const Gemm& g, float (&z)[4], int64_t row,
                                            int64_t feature, float row_scale) {
   const int lane = threadIdx.x % 32;
   feature += lane * 4;
-  float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   if (g.svh != nullptr) {
-    Row(g.svh, DType::Half, 0, g.out_tiles * 16).load(static_cast<int>(feature), scale);
-    warp_hadamard(z, lane);
-  }
+    float scale[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (feature + i >= g.out_columns) break;
-    float value = z[i] * scale[i];
-    if (g.svh != nullptr) value *= kHadamardScale;
-    value *= row_scale;
-    if (g.bias != nullptr) value += load_as_float(g.bias, g.bias_dtype, feature + i);
-    store_as(g.y, g.y_dtype, row * g.out_columns + feature + i, value);
+    for (int i = 0; i < 4; ++i)
+      scale[i] = __half2float(static_cast<const __half*>(g.svh)[feature + i]);
+    warp_hadamard(z, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = z[i] * scale[i] * kHadamardScale;
   }
+  const int count = static_cast<int>(min(static_cast<int64_t>(4), g.out_columns - feature));
+#pragma unroll
+  for (float& value : z) value *= row_scale;
+  if (g.bias != nullptr) {
+    with_dtype(g.bias_dtype, g.bias, [&](const auto* bias) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i < count) z[i] += to_float(bias[feature + i]);
+    });
+  }
+  with_dtype(g.y_dtype, g.y, [&](auto* y) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < count) from_float(z[i], y[row * g.out_columns + feature + i]);
+  });
 }
 
 // A thread's kCount values, a power of two of them: the same transform.

@@ -1,5 +1,6 @@
 // The small route's host side: how the matrix is cut, what scratch that takes, the two launches.
 #include <algorithm>
+#include <cstdint>
 
 #include "launch.cuh"
 #include "small.cuh"
@@ -31,16 +32,24 @@ SmallScratch take_scratch(const Gemm& g, int64_t share, Arena& arena) {
 
 }  // namespace
 
+// A multiprocessor works at the same pace on one block as on four, so what counts is how much one of them
+// gets at most: rounds * share groups, and what it costs to end a column block, as often as the worst
+// block has to.
 int64_t small_share(const Gemm& g, int sm_count) {
-  // What registers allow and what shared memory does, of which the system takes 1 KiB a block.
-  const int bytes =
-      small_stages(g.tile_words) * kSmallWarps * kSmallGroup * kWarpTiles * g.tile_words * 2 +
-      kSmallSums * 4 + 8 + 1024;
-  const int resident =
-      std::min(small_resident(small_operand(g), small_row_groups(g)), 228 * 1024 / bytes);
-  // Whole groups for each warp of as many blocks as the GPU holds at once.
-  const int64_t warps = static_cast<int64_t>(sm_count) * resident * kDepthWarps;
-  return (small_groups(g) + warps - 1) / warps * kDepthWarps;
+  const int64_t groups = small_groups(g) / small_column_blocks(g);
+  const int64_t total = small_groups(g);
+  const int64_t end_cost = 4 + 2 * (small_row_groups(g) - 1);  // in groups
+  const int64_t most = std::max<int64_t>(kDepthWarps, total / sm_count);
+  int64_t best = kDepthWarps, best_cost = INT64_MAX;
+  // Whole groups for each warp; the longest first, since of two that cost the same it leaves fewer parts.
+  for (int64_t share = most / kDepthWarps * kDepthWarps; share * 10 >= most; share -= kDepthWarps) {
+    const int64_t rounds = (small_stretches(g, share) + sm_count - 1) / sm_count;
+    const bool aligned = groups % share == 0 || share % groups == 0;
+    const int64_t ends = aligned ? std::max<int64_t>(1, share / groups) : 2 + (share - 1) / groups;
+    const int64_t cost = rounds * (share + ends * end_cost);
+    if (cost < best_cost) best = share, best_cost = cost;
+  }
+  return best;
 }
 
 int64_t small_scratch_bytes(const Gemm& g, int64_t share) {

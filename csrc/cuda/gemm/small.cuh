@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
   const int begin = static_cast<int>(blockIdx.x) * share;
   const int stop = min(begin + share, groups * column_blocks);
   const int64_t row_stride = g.out_tiles * Layout::kTile;
+  const uint64_t policy = evict_first();
   const Hash hash = hash_of(g.codebook);
   const Window<kTileWords> window(lane);
   const int pair_row = lane % 4 * 2;  // this lane's columns of the MMA result
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
 #pragma unroll
         for (int word = 0; word < Layout::kKTile; word += 128) {
           if (i < rows_left && (lane * 4 + word) * 4 < row_bytes)
-            copy_async_16(to + i * Layout::kKTile + word, source + i * row_stride + word);
+            copy_async_16(to + i * Layout::kKTile + word, source + i * row_stride + word, policy);
         }
       }
       copy_commit();

@@ -9,9 +9,11 @@ namespace trellis::cuda {
 template <int kTileWords, Operand kOperand, int kRowGroups>
 cudaError_t launch_small_kernel(const Gemm& g, const SmallScratch& scratch, int share,
                                 cudaStream_t stream) {
-  return launch_overlapping(
-      small_kernel<kTileWords, kOperand, kRowGroups>, small_stretches(g, share), kSmallWarps * 32,
-      SmallLayout<kTileWords>::kBytes, 1, stream, g, scratch, share, powers_of_two());
+  const int64_t blocks = small_stretches(g, share);
+  return launch_overlapping(small_kernel<kTileWords, kOperand, kRowGroups>, blocks,
+                            kSmallWarps * 32,
+                            shared_for_even_spread(blocks, SmallLayout<kTileWords>::kBytes), 1,
+                            stream, g, scratch, share, powers_of_two());
 }
 
 template <int kTileWords>

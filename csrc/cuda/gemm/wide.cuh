@@ -60,6 +60,9 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
   Ring ring;
   TileWalk walk(schedule, worker, slice);
   bool waited = false;
+  // Later row tiles read the weights again.
+  const uint64_t weights_policy = schedule.row_tiles == 1 ? evict_first() : evict_normally();
+  const uint64_t x_policy = evict_normally();
   while (walk.next()) {
     int row_tile, column;
     walk.locate(row_tile, column);
@@ -82,13 +85,13 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
       barrier_expect(here, Shape::kX + k_tiles * bytes);
       for (int i = 0; i < k_tiles && bytes > 0; ++i)
         copy_bulk(packed_stages + ring.stage * Shape::kPacked + i * Shape::kKTile,
-                  packed + i * row_bytes, bytes, here);
+                  packed + i * row_bytes, bytes, here, weights_policy);
       // The activations come from the launch in front; the weights above did not have to wait for it.
       if (!waited) wait_for_previous_kernel();
       waited = true;
       char* const to = x_stages + ring.stage * Shape::kX;
       if constexpr (Shape::kCluster == 1) {
-        copy_bulk(to, x, Shape::kX, here);
+        copy_bulk(to, x, Shape::kX, here, x_policy);
       } else {
         constexpr int kPart = Shape::kX / Shape::kCluster;
         copy_bulk_multicast(to + rank * kPart, x + rank * kPart, kPart, here,

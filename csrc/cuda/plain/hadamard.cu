@@ -11,7 +11,8 @@ __global__ void __launch_bounds__(256)
   if (block >= blocks) return;
   const int lane = threadIdx.x % 32;
   float v[4];
-  Row(x, dtype, block, 128).load(lane * 4, v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = load_as_float(x, dtype, block * 128 + lane * 4 + i);
   warp_hadamard(v, lane);
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_as(y, dtype, block * 128 + lane * 4 + i, v[i] * kHadamardScale);
