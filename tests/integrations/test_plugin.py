@@ -153,6 +153,16 @@ def test_shards_and_index(qwen, tmp_path):
     assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
+def test_saving_over_a_save_of_the_other_kind(qwen, tmp_path):
+    model = load(qwen[1])
+    want = None
+    for size in ("100KB", "1GB", "100KB"):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        record = (tmp_path / "quantization_config.json").read_text()
+        want = want or record
+        assert record == want
+
+
 @pytest.mark.parametrize("map_", ["auto", {"": "cpu"}])
 def test_device_map(qwen, map_):
     assert torch.equal(logits(load(qwen[1], device_map=map_)), logits(load(qwen[1])))

@@ -49,7 +49,6 @@ class Placement:
         triggers: name of a tensor, with its stem -> module to read when it comes up.
         consumed: stems whose tensors nobody loads: ``reads`` take care of them, or the model does
             not run their layer.
-        replaced: names of the modules that were replaced.
         experts: module of routed experts -> what stood there, and what that is like.
         sets: the same -> its matrices.
         ignored: names of matrices that are left out on purpose.
@@ -61,7 +60,6 @@ class Placement:
     reads: dict[str, Read] = field(default_factory=dict)
     triggers: dict[str, str] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
-    replaced: set[str] = field(default_factory=set)
     experts: dict[str, tuple[nn.Module, experts.Dense]] = field(default_factory=dict)
     sets: dict[str, ExpertSet] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -144,7 +142,6 @@ class _Placer:
         return self.result
 
     def _replace(self, name: str, new: nn.Module) -> None:
-        self.result.replaced.add(name)
         self.model.set_submodule(name, new, strict=True)
 
     def _linear(

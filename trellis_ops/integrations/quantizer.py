@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats.checkpoint import read_exl3_files
 from ..nn import Exl3Linear, Exl3MoE, Exl3Parts
 from ..nn.frozen import FrozenModule
-from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear, current_shard
+from ..parallel import SPLIT, current_shard
 from . import experts, saving
 from .placement import Placement, place
 from .tail import check_r7, check_tail, check_tail_against, tail_of, unshare
@@ -105,7 +105,7 @@ class Exl3Quantizer(HfQuantizer):
             rf"^{re.escape(_CONSUMED)}$",
             ignored.pattern,
         }
-        _untie(model, self.placement.replaced)
+        saving.untie(model)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
@@ -118,15 +118,6 @@ class Exl3Quantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, *model):
         return [*weight_conversions, *self.get_weight_conversions()]
-
-    def update_parallel_plan(self, model, plan):
-        """Nothing: the packed tensors have no place in transformers' own plans."""
-
-    def update_tp_plan(self, config):
-        return config
-
-    def update_ep_plan(self, config):
-        return config
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         # transformers 5.17 takes any shape where there is a quantiser.
@@ -143,7 +134,7 @@ class Exl3Quantizer(HfQuantizer):
                         raise ValueError(
                             f"exl3: {name}.{field} was loaded as {tensor.dtype}, expected float16"
                         )
-            elif isinstance(module, (ColumnParallelLinear, RowParallelLinear, ParallelMoE)):
+            elif isinstance(module, SPLIT):
                 model.requires_grad_(False)  # no gradient passes through them
         # What is left undoes on saving what was done on loading; a module that was read by
         # _ReadModule is saved in the current layout instead.
@@ -171,22 +162,19 @@ class Exl3Quantizer(HfQuantizer):
     def _dequantize(self, model, dtype=None):
         if isinstance(dtype, str):  # save_pretrained leaves the name in the config
             dtype = getattr(torch, dtype)
-        packed = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, (Exl3Linear, Exl3Parts))
-        }
-        for name, module in packed.items():
-            if name.rpartition(".")[0] not in packed and ".slice." not in name:
-                model.set_submodule(name, _dense(module, dtype or model.dtype))
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, Exl3MoE):
-                continue
-            if name not in self.placement.experts:
-                raise ValueError(f"exl3: nobody knows what {name} was before it was packed")
-            original, dense = self.placement.experts[name]
-            restored = experts.dequantize(original, dense, module, dtype or model.dtype)
-            model.set_submodule(name, restored)
+        dtype = dtype or model.dtype
+        modules = dict(model.named_modules())
+        parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, Exl3Parts))
+        for name, module in modules.items():
+            if isinstance(module, SPLIT):
+                raise ValueError(f"dequantize: {name} is split over processes")
+            if isinstance(module, Exl3MoE):
+                if name not in self.placement.experts:
+                    raise ValueError(f"dequantize: {name} does not come from a checkpoint")
+                original, dense = self.placement.experts[name]
+                model.set_submodule(name, experts.dequantize(original, dense, module, dtype))
+            elif isinstance(module, (Exl3Linear, Exl3Parts)) and not name.startswith(parts):
+                model.set_submodule(name, _dense(module, dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -286,21 +274,6 @@ def _ignored_names(model: nn.Module) -> re.Pattern[str]:
     patterns += [rf"(^|\.)layers\.{first + i}\." for i in range(extra)]
     patterns.append(r"^(model\.)?mtp\.")
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-
-
-def _untie(model: nn.Module, replaced: set[str]) -> None:
-    """A quantised head is a matrix of its own, whatever the config says of tied embeddings."""
-    tied = {
-        target: source
-        for target, source in model.all_tied_weights_keys.items()
-        if target.rpartition(".")[0] in replaced
-    }
-    if not tied:
-        return
-    for target in tied:
-        del model.all_tied_weights_keys[target]
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
 
 
 def _dense(packed: nn.Module, dtype: torch.dtype) -> nn.Linear:

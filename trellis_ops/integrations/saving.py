@@ -14,7 +14,7 @@ from torch import nn
 from ..formats import codebooks
 from ..formats.checkpoint import Index, read_exl3_index
 from ..nn import Exl3Linear, Exl3MoE
-from ..parallel import ColumnParallelLinear, ParallelMoE, RowParallelLinear
+from ..parallel import SPLIT
 from ..staging import staged
 from . import experts
 
@@ -76,11 +76,17 @@ def prepare_saving(model: PreTrainedModel) -> None:
     if getattr(model, "hf_quantizer", None) is None:
         model.hf_quantizer = Exl3Quantizer(Exl3Config())
         attach(model)
-    tied = getattr(model, "all_tied_weights_keys", {})
-    for target in list(tied):
-        if isinstance(model.get_submodule(target.rpartition(".")[0]), Exl3Linear):
-            del tied[target]
-            model.config.tie_word_embeddings = False
+    untie(model)
+
+
+def untie(model: PreTrainedModel) -> None:
+    """A packed head is a matrix of its own, whatever the config says of tied embeddings."""
+    for target in list(model.all_tied_weights_keys):
+        owner = model.get_submodule(target.rpartition(".")[0])
+        if isinstance(owner, (Exl3Linear, *SPLIT)):
+            del model.all_tied_weights_keys[target]
+            for config in (model.config, model.config.get_text_config()):
+                config.tie_word_embeddings = False
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -98,7 +104,10 @@ def _save_pretrained(self: PreTrainedModel, save_directory, *args, **kwargs) -> 
     folder = Path(save_directory)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = config["quantization_config"]
-    record["tensor_storage"] = tensor_storage(read_exl3_index(folder))
+    # A former save into the folder may have left the other of the two.
+    written = [folder / "model.safetensors", folder / "model.safetensors.index.json"]
+    newest = max(filter(Path.is_file, written), key=lambda file: file.stat().st_mtime_ns)
+    record["tensor_storage"] = tensor_storage(read_exl3_index(newest))
     text = json.dumps(record, indent=2) + "\n"
     (folder / RECORD).write_text(text, encoding="utf-8")
 
@@ -111,7 +120,7 @@ def state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     tensors = model.state_dict()
     for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ParallelMoE)):
+        if isinstance(module, SPLIT):
             raise ValueError(
                 f"save: {name} is split over processes, expected a model loaded by a single one"
             )

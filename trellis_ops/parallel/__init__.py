@@ -3,6 +3,7 @@
 from .group import Shard as Shard
 from .group import current_shard as current_shard
 from .group import sharded as sharded
+from .layers import SPLIT as SPLIT
 from .layers import ColumnParallelLinear as ColumnParallelLinear
 from .layers import ParallelMoE as ParallelMoE
 from .layers import RowParallelLinear as RowParallelLinear

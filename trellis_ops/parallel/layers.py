@@ -120,6 +120,10 @@ class ParallelMoE(nn.Module):
         return self.shard.all_reduce(y.float()).to(ops.default_out_dtype(hidden_states))
 
 
+SPLIT = (ColumnParallelLinear, RowParallelLinear, ParallelMoE)
+"""Modules that hold this process's part of a layer only."""
+
+
 def _refuse_gradient(x: torch.Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
