@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from trellis_ops.formats.checkpoint import read_exl3_index
+from trellis_ops.formats.experts import expert_sets
 
 MCG, MUL1, SQG = 0xCBAC1FED, 0x83DCD12D, 0x53514731
 
@@ -450,6 +451,12 @@ def test_any_value_in_a_header(tmp_path, data):
         assert str(path) in str(error)
 
 
+PREFIXES = (
+    "", "q_proj.", "experts.shared_h.", "experts.r7_shared.", "experts.0.gate_proj.",
+    "experts.7.up_proj.", "experts.0.down_proj.rank0.", "a.experts.999999.w1.rank999.",
+)  # fmt: skip
+
+
 def _damaged(random: Random) -> bytes:
     """The valid file with some damage to its header, as text or as values, and to its length."""
     content = bytearray(VALID)
@@ -473,7 +480,7 @@ def _damaged(random: Random) -> bytes:
         what = random.choice(("rename", "drop", "dtype", "shape", "offsets", "value"))
         if what == "rename":
             parts = ("trellis", "suh", "svh", "su", "bias", "mcg", "mul1", "sqg", "rank0", "x")
-            prefix = random.choice(("", "q_proj.", "experts.shared_h.", "experts.r7_shared."))
+            prefix = random.choice(PREFIXES)
             header[prefix + random.choice(parts)] = header.pop(name)
         elif what == "drop":
             del header[name]
@@ -509,5 +516,9 @@ def test_ten_thousand_damaged_headers(tmp_path):
             continue
         for group in index.groups:
             assert group.bits * group.weights == 8 * group.tensors["trellis"].nbytes
+        try:
+            expert_sets({group.name: group for group in index.groups})
+        except ValueError as error:
+            assert "experts" in str(error)
     faulthandler.cancel_dump_traceback_later()
     assert 8_000 < errors < 10_000  # some damage, as to a name that nobody reads, is none

@@ -21,7 +21,9 @@ _SPELLINGS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
     "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
-_STEM = re.compile(rf"(.+)\.(\d+)\.({'|'.join(_SPELLINGS)})(?:\.rank(\d+))?")
+_STEM = re.compile(
+    rf"((?:.+\.)?experts)\.([0-9]{{1,6}})\.({'|'.join(_SPELLINGS)})(?:\.rank([0-9]{{1,3}}))?"
+)
 
 # Fewer threads than a fast disk could use; more of them wait for the interpreter.
 _READERS = 4
