@@ -317,6 +317,22 @@ def test_model_without_exl3_layers_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Foreign:
+    def __init__(self, method: str) -> None:
+        self.quantization_config = type("Config", (), {"quant_method": method})
+
+
+def test_model_of_another_quantiser(tmp_path):
+    """What comes from GGUF is dense and ours to save; what stays packed otherwise is not."""
+    model = quantized(llama())
+    model.hf_quantizer = Foreign("bitsandbytes")
+    with pytest.raises(ValueError, match="the model is quantised with bitsandbytes too"):
+        save_model(model, tmp_path / "exl3")
+    model.hf_quantizer = Foreign("gguf")
+    save_model(model, tmp_path / "exl3")
+    assert torch.equal(logits(load_model(tmp_path / "exl3")), logits(model))
+
+
 def test_meta_tensor_is_refused(tmp_path):
     model = quantized(llama())
     model.model.norm.to("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +56,12 @@ def save_model(
     Raises:
         ValueError: nothing in the model is packed, or a tensor is on the meta device.
     """
+    if not any(isinstance(module, (Exl3Linear, Exl3MoE)) for module in model.modules()):
+        raise ValueError("save_model: the model has no Exl3Linear, quantise it first")
     prepare_saving(model)
+    method = model.hf_quantizer.quantization_config.quant_method
+    if method not in ("exl3", "modelopt"):
+        raise ValueError(f"save_model: the model is quantised with {method} too, expected none")
     for name, tensor in model.state_dict().items():
         if tensor.is_meta and not hasattr(model, "hf_device_map"):
             raise ValueError(f"save_model: {name} is on the meta device and has no values")
@@ -67,13 +73,20 @@ def save_model(
             tokenizer.save_pretrained(staging)
 
 
-def prepare_saving(model: PreTrainedModel) -> None:
-    """Makes ``save_pretrained`` of a model whose layers were swapped write an EXL3 checkpoint."""
-    if not any(isinstance(module, (Exl3Linear, Exl3MoE)) for module in model.modules()):
-        raise ValueError("save_model: the model has no Exl3Linear, quantise it first")
+def prepare_saving(model: nn.Module) -> None:
+    """Makes ``save_pretrained`` of a model whose layers were swapped write an EXL3 checkpoint.
+
+    Does nothing to a model that is not of transformers; one that another method has quantised too
+    stays with the saver of that.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return
     from .quantizer import Exl3Config, Exl3Quantizer
 
-    if getattr(model, "hf_quantizer", None) is None:
+    present = getattr(model, "hf_quantizer", None)
+    # What was loaded from GGUF is dense by now.
+    if present is None or present.quantization_config.quant_method == "gguf":
         model.hf_quantizer = Exl3Quantizer(Exl3Config())
         attach(model)
     untie(model)

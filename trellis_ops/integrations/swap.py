@@ -45,7 +45,7 @@ def swap_linears(model: nn.Module, tensors: Mapping[str, TrellisTensor] | Choose
             replacements[name] = _replacement(name, layers[name], matrix)
     for name, layer in replacements.items():
         model.set_submodule(name, layer, strict=True)
-    if replacements and hasattr(model, "save_pretrained"):
+    if replacements:
         prepare_saving(model)
     return list(replacements)
 

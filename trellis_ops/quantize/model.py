@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..integrations.saving import prepare_saving
 from ..nn import Exl3Linear
 from .layer import quantize_linear
 
@@ -80,10 +81,7 @@ def quantize_model(
             done += linear.weight.numel()
             errors[name] = float(tensors.proxy_error)
             report(name, errors[name], done, total)
-    if hasattr(model, "save_pretrained"):
-        from ..integrations.saving import prepare_saving
-
-        prepare_saving(model)  # as an EXL3 checkpoint
+    prepare_saving(model)
     return errors
 
 
