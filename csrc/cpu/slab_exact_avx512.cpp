@@ -67,7 +67,7 @@ struct Stream {
   }
 };
 
-// A codebook: `value` of sixteen states, as its definition says but for the rounding of the hashes' values.
+// A codebook: `value` of sixteen states.
 
 inline __m512 rounded(__m512 value) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
