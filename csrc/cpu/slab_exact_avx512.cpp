@@ -235,7 +235,12 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
 }  // namespace
 
 const SlabKernels& exact_avx512_slab_kernels() {
-  static const SlabKernels kernels{"avx512 exact", generic_slab_kernels().decode, product};
+  static const SlabKernels kernels = [] {
+    SlabKernels same = avx512_slab_kernels();
+    same.name = "avx512 exact";
+    same.product = product;
+    return same;
+  }();
   return kernels;
 }
 
