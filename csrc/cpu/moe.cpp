@@ -87,8 +87,8 @@ bool has_rate(int codebook, int64_t words) {
 class Experts {
  public:
   Experts(Isa isa, const Moe& m, void* workspace)
-      : kernels_(slab_kernels(isa)),
-        exact_kernels_(exact_slab_kernels(isa)),
+      : kernels_{&exact_slab_kernels(isa, m.gate.codebook), &exact_slab_kernels(isa, m.up.codebook),
+                 &slab_kernels(isa)},
         m_(m),
         s_(scratch(m, workspace)),
         gated_(m.gate.suh.data != nullptr),
@@ -264,8 +264,8 @@ class Experts {
         const bool of_gate = p == 0 && !one_rotation_;
         const float* const rows = of_gate ? s_.gate_rows : s_.up_rows;
         const float* const scales = of_gate ? s_.gate_scales : s_.up_scales;
-        gemm_block(p == 2 ? kernels_ : exact_kernels_, matrix(p, block.expert, slice), out_tile,
-                   tiles, rows + block.first * width, scales + block.first, block.count, sums);
+        gemm_block(*kernels_[p], matrix(p, block.expert, slice), out_tile, tiles,
+                   rows + block.first * width, scales + block.first, block.count, sums);
         take(p, block, out_tile * 16, tiles * 16, sums);
       }
     });
@@ -334,8 +334,8 @@ class Experts {
     });
   }
 
-  // Gate and up are exact, so that a route is off by what one layer, down, may be.
-  const SlabKernels &kernels_, &exact_kernels_;
+  // By projection; gate and up are exact, so that a route is off by what one layer, down, may be.
+  const SlabKernels* const kernels_[3];
   const Moe& m_;
   const Scratch s_;
   const bool gated_, one_rotation_;
