@@ -87,14 +87,35 @@ def test_export_save_and_load(tmp_path, planned):
         module.workspace = Workspace(module.plan(4096, 2))
     tokens = torch.export.Dim("tokens", min=1, max=4096)
     sample = (torch.randn(7, 256), *routing(7, 2, 4))
-    program = torch.export.export(
-        module, sample, dynamic_shapes=({0: tokens}, {0: tokens}, {0: tokens}, None)[:3]
-    )
+    program = torch.export.export(module, sample, dynamic_shapes=[{0: tokens}] * 3)
+    # An exported program plans its own memory.
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "trellis_ops.rank_sliced_moe_inference.default" in targets
     torch.export.save(program, tmp_path / "experts.pt2")
     loaded = torch.export.load(tmp_path / "experts.pt2").module()
     for count in (1, 2, 7, 300):
         x, routes = torch.randn(count, 256), routing(count, 2, 4)
         assert torch.equal(loaded(x, *routes), module(x, *routes))
+
+
+# Seen with an op of one tensor and no kernel of ours.
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11 crashes while it loads a package that calls any custom op",
+)
+def test_aotinductor_package(tmp_path):
+    module = make_module(limit=0.7)
+    module.workspace = Workspace(module.plan(4096, 2))
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    sample = (torch.randn(7, 256), *routing(7, 2, 4))
+    program = torch.export.export(module, sample, dynamic_shapes=[{0: tokens}] * 3)
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "experts.pt2")
+    )
+    package = torch._inductor.aoti_load_package(path)
+    for count in (1, 7, 300):
+        x, routes = torch.randn(count, 256), routing(count, 2, 4)
+        assert torch.equal(package(x, *routes), module(x, *routes))
 
 
 def test_autocast_chooses_the_output_dtype():
