@@ -84,8 +84,7 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, int64_
   m.y_dtype = trellis::dtype_of(a.out_dtype);
   Tensor scratch =
       workspace ? *workspace : torch::stable::new_empty(a.x, {bytes}, ScalarType::Byte);
-  trellis::moe(trellis::slab_kernels(static_cast<trellis::Isa>(isa)), m,
-               scratch.mutable_data_ptr());
+  trellis::moe(static_cast<trellis::Isa>(isa), m, scratch.mutable_data_ptr());
   return y;
 }
 

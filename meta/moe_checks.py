@@ -144,6 +144,9 @@ def grad(op: str, gradient: torch.Tensor, x: torch.Tensor, *layer) -> None:
 def _tensor(
     op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], x: torch.Tensor
 ) -> None:
+    # A dozen tensors are looked at in every eager call: the usual case first, the words then.
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in dtypes and tensor.device == x.device:
+        return
     checks._dtype(op, name, tensor, dtypes)
     checks._device(op, name, tensor, "x", x.device)
 

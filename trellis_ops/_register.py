@@ -79,6 +79,8 @@ def _on_host(name: str, function=reference.experts):
     return run
 
 
+_experts = _on_host("rank_sliced_moe")
+
 # Exact and plain on every device: these are the ops, not a fallback.
 for _name, _function in {
     "parity_gemm": reference.linear,
@@ -96,17 +98,15 @@ for _name, _function in {
     "dequantize": reference.dequantize,
     "hadamard_128": reference.hadamard_128,
     "quantize_tiles": reference.quantize_tiles,
-    "rank_sliced_moe": _on_host("rank_sliced_moe"),
-    "rank_sliced_moe_inference": _on_host("rank_sliced_moe"),
-    "rank_sliced_moe_planned": lambda *args: _on_host("rank_sliced_moe")(*args[:-1]),
+    "rank_sliced_moe": _experts,
+    "rank_sliced_moe_inference": _experts,
+    "rank_sliced_moe_planned": lambda *args: _experts(*args[:-1]),
 }.items():
     LIBRARY.impl(_name, _without_kernel(_name, _function), _EVERYWHERE)
 
 
 # ---- autograd -----------------------------------------------------------------------------------
 # The layer is linear in x, and everything else is frozen: one formula, its own transpose's inverse.
-
-_MOE_TENSORS = 14  # of the experts' arguments: x, ids, weights, then the layer's
 
 
 def _save_gemm(ctx, inputs, output):
@@ -135,6 +135,9 @@ def _input_grad_backward(ctx, grad):
         grad, trellis, suh, svh, None, ctx.codebook, ctx.out_features, ctx.dtype
     )
     return back, None, None, None, None, None, None
+
+
+_MOE_TENSORS = 14  # of the experts' arguments: x, ids, weights, then the layer's
 
 
 def _save_moe(ctx, inputs, output):

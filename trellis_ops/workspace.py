@@ -51,6 +51,11 @@ def moe_plan(
             is that of one slice. Logical sizes will do.
         device: of the layers.
 
+    On the CPU, with padded sizes, r = min(max_tokens * top_k, max(8192, top_k)) routes at a time
+    and s = min(r, 1024) of them in each step, it is 4 * r * hidden + 4 * s * (hidden + max(hidden,
+    intermediate) + 2 * intermediate) bytes, and some 8 * r + 20 * s + 4 * experts for the order of
+    routes; so it stops growing with the number of tokens.
+
     Raises:
         ValueError: an argument is no positive int.
         RuntimeError: the compiled library is not loaded, or has no kernel for the device.

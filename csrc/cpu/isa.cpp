@@ -42,4 +42,11 @@ const SlabKernels& slab_kernels(Isa isa) {
   return generic_slab_kernels();  // AVX2 has none of its own yet
 }
 
+const SlabKernels& exact_slab_kernels(Isa isa, int /*codebook*/) {
+#ifdef TRELLIS_X86
+  if (isa >= kAvx512) return exact_avx512_slab_kernels();
+#endif
+  return generic_slab_kernels();
+}
+
 }  // namespace trellis

@@ -18,5 +18,7 @@ Isa best_isa();
 
 SearchTile search_kernel(Isa isa);
 const SlabKernels& slab_kernels(Isa isa);
+// Those whose error with a codebook is so small that it hardly counts where a second layer follows.
+const SlabKernels& exact_slab_kernels(Isa isa, int codebook);
 
 }  // namespace trellis

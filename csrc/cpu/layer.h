@@ -19,9 +19,6 @@ struct Matrix {
   const float* values;  // the codebook's 65,536 values
   const uint16_t* suh;
   const uint16_t* svh;
-  // Whether a codebook's values must be rounded to FP16 as their definition says. Left unrounded, which
-  // is faster, they move a result by half of what an op may be off: too much where layers follow layers.
-  bool exact = false;
 
   int64_t in_features() const { return in_tiles * 16; }
   int64_t out_features() const { return out_tiles * 16; }
@@ -78,5 +75,6 @@ struct SlabKernels {
 
 const SlabKernels& generic_slab_kernels();
 const SlabKernels& avx512_slab_kernels();
+const SlabKernels& exact_avx512_slab_kernels();
 
 }  // namespace trellis

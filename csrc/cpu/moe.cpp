@@ -86,8 +86,9 @@ bool has_rate(int codebook, int64_t words) {
 
 class Experts {
  public:
-  Experts(const SlabKernels& kernels, const Moe& m, void* workspace)
-      : kernels_(kernels),
+  Experts(Isa isa, const Moe& m, void* workspace)
+      : kernels_{&exact_slab_kernels(isa, m.gate.codebook), &exact_slab_kernels(isa, m.up.codebook),
+                 &slab_kernels(isa)},
         m_(m),
         s_(scratch(m, workspace)),
         gated_(m.gate.suh.data != nullptr),
@@ -175,8 +176,6 @@ class Experts {
     w.codebook = p.codebook;
     w.values = codebook_values(p.codebook, w.tile_words / 16);
     w.suh = static_cast<const uint16_t*>(p.suh.data) + v % p.suh.rows * p.suh.columns;
-    // What down takes is exact, so that a route is off by what one layer may be.
-    w.exact = projection != 2;
     w.svh = static_cast<const uint16_t*>(p.svh.data) + v % p.svh.rows * p.svh.columns;
     return w;
   }
@@ -265,7 +264,7 @@ class Experts {
         const bool of_gate = p == 0 && !one_rotation_;
         const float* const rows = of_gate ? s_.gate_rows : s_.up_rows;
         const float* const scales = of_gate ? s_.gate_scales : s_.up_scales;
-        gemm_block(kernels_, matrix(p, block.expert, slice), out_tile, tiles,
+        gemm_block(*kernels_[p], matrix(p, block.expert, slice), out_tile, tiles,
                    rows + block.first * width, scales + block.first, block.count, sums);
         take(p, block, out_tile * 16, tiles * 16, sums);
       }
@@ -335,7 +334,8 @@ class Experts {
     });
   }
 
-  const SlabKernels& kernels_;
+  // By projection; gate and up are exact, so that a route is off by what one layer, down, may be.
+  const SlabKernels* const kernels_[3];
   const Moe& m_;
   const Scratch s_;
   const bool gated_, one_rotation_;
@@ -350,8 +350,6 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int6
   return arena.used() + 64;
 }
 
-void moe(const SlabKernels& kernels, const Moe& m, void* workspace) {
-  Experts(kernels, m, workspace).run();
-}
+void moe(Isa isa, const Moe& m, void* workspace) { Experts(isa, m, workspace).run(); }
 
 }  // namespace trellis

@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "layer.h"
+#include "isa.h"
+#include "numeric.h"
 
 namespace trellis {
 
@@ -53,6 +54,6 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int6
 
 // Throws std::runtime_error where the table has no valid matrix for an expert that is hit.
 // A row of y does not depend on the other rows, nor on the number of threads.
-void moe(const SlabKernels& kernels, const Moe& m, void* workspace);
+void moe(Isa isa, const Moe& m, void* workspace);
 
 }  // namespace trellis

@@ -115,19 +115,6 @@ struct Lookup {
   __m512 value(__m512i states) const { return _mm512_i32gather_ps(states, values, 4); }
 };
 
-// The same, rounded as defined.
-template <typename Codebook>
-struct Rounded {
-  static constexpr float kScale = 1.0f;
-  Codebook unrounded;
-
-  __m512 value(__m512i states) const {
-    const __m512 value =
-        _mm512_mul_ps(unrounded.value(states), _mm512_set1_ps(1.0f / Codebook::kScale));
-    return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  }
-};
-
 template <int kWords, typename Codebook, int... kVector>
 inline void decode_tile(const Stream<kWords>& stream, const Codebook& codebook, float* weights,
                         std::integer_sequence<int, kVector...>) {
@@ -210,12 +197,8 @@ void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int
 template <int kWords>
 void accumulate_rate(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
                      int rows, float* sums) {
-  const auto with = [&](auto codebook) {
-    if (w.exact)
-      accumulate<kWords>(w, Rounded<decltype(codebook)>{codebook}, out_tile, tiles, x, x_stride,
-                         rows, sums);
-    else
-      accumulate<kWords>(w, codebook, out_tile, tiles, x, x_stride, rows, sums);
+  const auto with = [&](const auto& codebook) {
+    accumulate<kWords>(w, codebook, out_tile, tiles, x, x_stride, rows, sums);
   };
   switch (w.codebook) {
     case kInst3:
@@ -224,8 +207,8 @@ void accumulate_rate(const Matrix& w, int64_t out_tile, int tiles, const float* 
       return with(TwoHalves<kMcg>{});
     case kMul1:
       return with(ByteSum{});
-    default:  // is exact
-      return accumulate<kWords>(w, Lookup{w.values}, out_tile, tiles, x, x_stride, rows, sums);
+    default:
+      return with(Lookup{w.values});
   }
 }
 

@@ -405,22 +405,22 @@ class Refusals(TestCase):
         workspace = Workspace(module.plan(5, 2))
         self.assertExpectedInline(
             self.text(lambda: call(module, 6, workspace=workspace)),
-            """rank_sliced_moe: the call has 6 tokens, expected at most 5 as the workspace was planned for""",
+            """rank_sliced_moe: tokens is 6, expected at most 5 (what the workspace was planned for)""",
         )
         x = torch.randn(5, 200)
         self.assertExpectedInline(
             self.text(lambda: module(x, *routing(5, 3, 3), workspace=workspace)),
-            """rank_sliced_moe: the call has 3 top_k, expected at most 2 as the workspace was planned for""",
+            """rank_sliced_moe: top_k is 3, expected at most 2 (what the workspace was planned for)""",
         )
         wide = Exl3MoE(make_experts(3, hidden=384, intermediate=512).layout())
         self.assertExpectedInline(
             self.text(lambda: call(wide, 2, workspace=workspace)),
-            """rank_sliced_moe: the call has 384 hidden, expected at most 256 as the workspace was planned for""",
+            """rank_sliced_moe: hidden is 384, expected at most 256 (what the workspace was planned for)""",
         )
         many = Exl3MoE(make_experts(4, slices=2, intermediate=128).layout())
         self.assertExpectedInline(
             self.text(lambda: call(many, 2, workspace=workspace)),
-            """rank_sliced_moe: the call has 4 experts, expected at most 3 as the workspace was planned for""",
+            """rank_sliced_moe: experts is 4, expected at most 3 (what the workspace was planned for)""",
         )
         x.requires_grad_()
         self.assertExpectedInline(

@@ -45,7 +45,7 @@ class Exl3MoE(FrozenModule):
 
     Frozen parameters are named as the layout's fields, and ``codebook`` holds the codebooks' ids.
     ``workspace`` may be set to a :class:`trellis_ops.Workspace`, which calls without gradient then
-    use. Gradient flows to hidden states and routing weights.
+    use (exported programs do not). Gradient flows to hidden states and routing weights.
     """
 
     limit = _traced_as_constant("limit")
@@ -193,9 +193,11 @@ class Exl3MoE(FrozenModule):
                 f"Exl3MoE: hidden_states has {hidden_states.shape[-1]} columns, "
                 f"expected hidden {self.hidden}"
             )
-        if workspace is None and not (
-            torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
-        ):
+        needs_grad = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or top_k_weights.requires_grad
+        )
+        # An exported program plans its own memory, and could not write to a constant.
+        if workspace is None and not needs_grad and not torch.compiler.is_exporting():
             workspace = self.workspace
         return moe_ops.rank_sliced_moe(
             hidden_states,
