@@ -150,7 +150,7 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
     const trellis::cuda::TileSchedule schedule =
         trellis::cuda::tile_schedule(g, route, gpu.sm_count, forced_share);
     Tensor scratch = scratch_of(trellis::cuda::tile_scratch_bytes(schedule));
-    check_launch(op, trellis::cuda::launch_wide(g, schedule, scratch.mutable_data_ptr(), stream));
+    check_launch(op, trellis::cuda::launch_tiles(g, schedule, scratch.mutable_data_ptr(), stream));
     return y;
   }
   // More rows than one launch takes go in slices; each decodes the weights again.

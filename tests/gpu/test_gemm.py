@@ -18,12 +18,13 @@ FORCED = torch.ops.trellis_ops._trellis_gemm_route
 
 # As in csrc/cuda/gemm/problem.h: what each route takes at most, and shares that cut its work anyhow
 # (negative: slices of a tile by the blocks of a cluster).
-SMALL, WIDE_64, WIDE_128, WIDE_256 = 1, 2, 3, 4
+SMALL, WIDE_64, WIDE_128, WIDE_256, TILED_128 = 1, 2, 3, 4, 5
 SHARES = {
     SMALL: (1, 2, 3, 7, 17, 18, 19, 40, 1000),
     WIDE_64: (1, 2, 3, 5, 9, 17, 18, 19, 1000, -1, -2, -4, -8),
     WIDE_128: (1, 2, 3, 5, 9, 17, 18, 19, 1000, -1, -2, -4, -8),
     WIDE_256: (1, 2, 3, 5, 9, 17, 18, 19, 1000),
+    TILED_128: (1, 2, 3, 5, 9, 17, 18, 19, 1000),
 }
 
 
@@ -93,7 +94,14 @@ def test_many_rows(m):
 def test_the_longest_sums():
     layer = make_layer("mul1", 2, rows=28672, columns=256)
     weight = torch.from_numpy(layer.weight()).cuda()
-    for m, route in ((1, SMALL), (8, SMALL), (32, SMALL), (64, WIDE_64), (300, WIDE_256)):
+    for m, route in (
+        (1, SMALL),
+        (8, SMALL),
+        (32, SMALL),
+        (64, WIDE_64),
+        (300, WIDE_256),
+        (300, TILED_128),
+    ):
         x = torch.randn(m, 28672, device="cuda").half()
         y = FORCED(x, *on_gpu(layer), None, layer.code, 256, torch.float32, route, 0)
         assert worst_row(y, x.double() @ weight) <= BOUNDS[torch.float32]

@@ -108,11 +108,6 @@ __device__ __forceinline__ void load_from_block(const float* p, uint32_t rank, f
       : "memory");
 }
 
-// `threads` of the block, which all name the same barrier (1 to 15).
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Moves registers between warpgroups: each of a block's warpgroups gives or takes as a whole.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

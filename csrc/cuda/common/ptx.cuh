@@ -48,6 +48,20 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// `threads` of the block, which all name the same barrier (1 to 15).
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Four 8 x 8 matrices of FP16 from shared memory, a row's address from each lane: the B fragments of two
+// groups of eight rows by 16 inputs.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Brings a line into the second-level cache.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -93,10 +107,10 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
 
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------
 __device__ __forceinline__ void copy_async_16(void* to, const void* from, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+      "l"(from), "l"(policy)
+      : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() {

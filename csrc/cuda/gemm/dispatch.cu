@@ -4,11 +4,14 @@
 namespace trellis::cuda {
 
 bool can_run(Route route, const Gpu& gpu) {
-  return route == Route::Small || gpu.capability == 90;  // wgmma exists on 9.0 alone
+  // wgmma exists on 9.0 alone.
+  return route == Route::Small || route == Route::Tiled128 || gpu.capability == 90;
 }
 
 Route choose_route(const Gemm& g, const Gpu& gpu) {
-  if (g.m <= kSmallMaximum || !can_run(Route::Wide64, gpu)) return Route::Small;
+  if (g.m <= kSmallMaximum) return Route::Small;
+  // Two launches for few rows decode twice, a tile half empty multiplies twice.
+  if (!can_run(Route::Wide64, gpu)) return g.m <= 64 ? Route::Small : Route::Tiled128;
   return g.m <= 64 ? Route::Wide64 : g.m <= 128 ? Route::Wide128 : Route::Wide256;
 }
 

@@ -28,7 +28,7 @@ struct Gemm {
 
 // ---- the choice of kernels (gemm/dispatch.cu) -----------------------------------------------------
 // Numbers are what _trellis_gemm_route takes.
-enum class Route : int { Automatic, Small, Wide64, Wide128, Wide256, Last = Wide256 };
+enum class Route : int { Automatic, Small, Wide64, Wide128, Wide256, Tiled128, Last = Tiled128 };
 
 struct Gpu {
   int capability;  // 90 for 9.0
@@ -53,13 +53,14 @@ int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
 
-// ---- many rows, on sm_90a (gemm/wide*) -------------------------------------------------------------
+// ---- many rows: with wgmma on sm_90a (gemm/wide*), with mma on others (gemm/tiled*) --------------------
 // How the product is cut into tiles of two column blocks (256 output features) by `rows` rows, and those
 // into steps of 64 inputs. A worker is a block, or a cluster of two blocks where rows are 256. Workers
 // take whole tiles in turn; what would not fill the last round evenly is cut into equal stretches of
 // steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of one tile's
 // steps each.
 struct TileSchedule {
+  bool wgmma;
   int rows;
   int cluster;  // blocks of a worker
   int slices;   // of a tile's steps; then the cluster has as many blocks
@@ -79,7 +80,7 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
 // sum of a tile, 4 for each row and each column block of the rest.
 int64_t tile_scratch_bytes(const TileSchedule& schedule);
 
-cudaError_t launch_wide(const Gemm& g, const TileSchedule& schedule, void* scratch,
-                        cudaStream_t stream);
+cudaError_t launch_tiles(const Gemm& g, const TileSchedule& schedule, void* scratch,
+                         cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -1,5 +1,5 @@
-// Around the wide kernel's main loop: the order in which workers take tiles, how parts of a tile's sums
-// meet, and how the sums of a column block become rows of y.
+// Around the main loops of the wide and the tiled kernel: the order in which workers take tiles, how parts
+// of a tile's sums meet, and how the sums of a column block become rows of y.
 #pragma once
 
 #include "../common/hopper.cuh"
@@ -50,18 +50,17 @@ struct TileWalk {
     tile = schedule.rounds * schedule.workers + rest;
     return true;
   }
-
-  // Tiles of a band of rows come before those of the next band; within it, rows first.
-  __device__ void locate(int& row_tile, int& column) const {
-    const int band = tile / (schedule.band * schedule.columns);
-    const int within = tile - band * schedule.band * schedule.columns;
-    const int rows = min(schedule.band, schedule.row_tiles - band * schedule.band);
-    column = within / rows;
-    row_tile = band * schedule.band + within - column * rows;
-  }
 };
 
-#ifdef TRELLIS_SM90A
+// Tiles of a band of rows come before those of the next band; within it, rows first.
+__device__ __forceinline__ void locate(const TileSchedule& schedule, int tile, int& row_tile,
+                                       int& column) {
+  const int band = tile / (schedule.band * schedule.columns);
+  const int within = tile - band * schedule.band * schedule.columns;
+  const int rows = min(schedule.band, schedule.row_tiles - band * schedule.band);
+  column = within / rows;
+  row_tile = band * schedule.band + within - column * rows;
+}
 
 // A place in a ring of stages.
 struct Ring {
@@ -194,7 +193,5 @@ __device__ __forceinline__ bool meet(const TileScratch& scratch, const TileSched
   }
   return true;
 }
-
-#endif  // TRELLIS_SM90A
 
 }  // namespace trellis::cuda

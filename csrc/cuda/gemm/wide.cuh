@@ -65,7 +65,7 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
   const uint64_t x_policy = evict_normally();
   while (walk.next()) {
     int row_tile, column;
-    walk.locate(row_tile, column);
+    locate(schedule, walk.tile, row_tile, column);
     const int64_t first_tile =
         (static_cast<int64_t>(column) * kBlocks + rank * Shape::kColumnBlocks) * 8;
     const int64_t tiles =
@@ -128,10 +128,8 @@ __device__ __forceinline__ void wide_gather(const Gemm& g, const TileScratch& sc
                                             const float* all) {
   using Shape = WideShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  TileWalk walk(schedule, 0, 0);
-  walk.tile = tile;
   int row_tile, column;
-  walk.locate(row_tile, column);
+  locate(schedule, tile, row_tile, column);
   const int rows = kRows / schedule.slices;
   for (int i = warp; i < rows * kBlocks; i += Shape::kMathWarps) {
     const int row_in_tile = slice * rows + i / kBlocks, block_in_tile = i % kBlocks;
@@ -218,7 +216,7 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
     }
 
     int row_tile, column;
-    walk.locate(row_tile, column);
+    locate(schedule, walk.tile, row_tile, column);
     const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_tile;
     if (column_block * 8 >= g.out_tiles) continue;
     const int barrier = 1 + in_block;

@@ -1,8 +1,9 @@
-// The wide route's host side: how the product is cut, what scratch that takes, the two
-// launches.
+// The host side of the wide and the tiled routes: how the product is cut into tiles, what scratch that
+// takes, the two launches.
 #include <algorithm>
 
 #include "launch.cuh"
+#include "tiled.cuh"
 #include "wide.cuh"
 
 namespace trellis::cuda {
@@ -46,7 +47,8 @@ TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
 
 TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t share) {
   TileSchedule s = {};
-  s.rows = route == Route::Wide64 ? 64 : route == Route::Wide128 ? 128 : 256;
+  s.rows = route == Route::Wide64 ? 64 : route == Route::Wide256 ? 256 : 128;
+  s.wgmma = route != Route::Tiled128;
   s.slices = 1;
   s.row_tiles = static_cast<int>((g.m + s.rows - 1) / s.rows);
   constexpr int64_t kTileTiles = kBlocks * 8;
@@ -54,7 +56,7 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
   s.steps = static_cast<int>((g.in_tiles + kStepTiles - 1) / kStepTiles);
   s.band = static_cast<int>(std::min<int64_t>(kBand / s.rows, s.row_tiles));
   const int64_t tiles = static_cast<int64_t>(s.row_tiles) * s.columns;
-  if (share <= 0 && s.rows <= 128) {
+  if (share <= 0 && s.rows <= 128 && s.wgmma) {
     s.slices = share < 0 ? static_cast<int>(-share) : best_slices(tiles, s.steps, sm_count);
     s.slices = std::min(s.slices, s.steps);
   }
@@ -94,8 +96,8 @@ int64_t tile_scratch_bytes(const TileSchedule& schedule) {
   return arena.bytes();
 }
 
-cudaError_t launch_wide(const Gemm& g, const TileSchedule& schedule, void* memory,
-                        cudaStream_t stream) {
+cudaError_t launch_tiles(const Gemm& g, const TileSchedule& schedule, void* memory,
+                         cudaStream_t stream) {
   Arena arena(memory);
   const TileScratch scratch = take_scratch(schedule, arena);
   const cudaError_t error =
@@ -103,7 +105,8 @@ cudaError_t launch_wide(const Gemm& g, const TileSchedule& schedule, void* memor
                     static_cast<int64_t>(schedule.row_tiles) * schedule.rows, stream);
   if (error != cudaSuccess) return error;
   return with_rate(g.tile_words, [&](auto tile_words) {
-    return launch_wide_rate<tile_words.value>(g, scratch, schedule, stream);
+    return schedule.wgmma ? launch_wide_rate<tile_words.value>(g, scratch, schedule, stream)
+                          : launch_tiled_rate<tile_words.value>(g, scratch, schedule, stream);
   });
 }
 

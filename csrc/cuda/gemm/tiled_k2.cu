@@ -1,0 +1,6 @@
+#include "tiled_launch.cuh"
+
+namespace trellis::cuda {
+template cudaError_t launch_tiled_rate<32>(const Gemm&, const TileScratch&, const TileSchedule&,
+                                           cudaStream_t);
+}  // namespace trellis::cuda
