@@ -64,6 +64,7 @@ quantize_linear
 quantize_tiles
 rank_sliced_moe
 save_model
+swap_linears
 trellis_gemm
 unpack_trellis""",
         )
