@@ -6,7 +6,12 @@ _binary.load()
 
 from . import _register as _register  # noqa: E402  (implementations follow the library)
 from .formats import CODEBOOKS, MoeFiller, MoeLayout, TrellisTensor  # noqa: E402
-from .integrations import load_model, register, save_model, swap_linears  # noqa: E402
+from .integrations import (  # noqa: E402
+    load_model,
+    register_with_transformers,
+    save_model,
+    swap_linears,
+)
 from .moe_ops import parity_moe, rank_sliced_moe  # noqa: E402
 from .nn import Exl3Linear, Exl3MoE  # noqa: E402
 from .ops import (  # noqa: E402
@@ -23,7 +28,7 @@ from .workspace import MoePlan, Workspace, moe_plan  # noqa: E402
 
 __version__ = "0.1.0"
 
-register()
+register_with_transformers()
 
 __all__ = [
     "CODEBOOKS",

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import checkpoints as cp
 from checkpoints import Checkpoint, build, distance, logits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trellis_ops.cli import main
@@ -88,6 +88,25 @@ def test_inspect_tells_ranks(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "4 x 4 ranks x 256 x 128" in printed
     assert "1 layers of 4 experts in 4 rank slices (per_expert_v1)" in printed
+
+
+def test_inspect_of_a_shard_with_a_part_of_the_experts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    _, folder = rank_sliced(tmp_path / "a", whole=False)
+    stored = load_file(folder / "model.safetensors")
+    part = {name: tensor for name, tensor in stored.items() if ".rank1." in name}
+    save_file(part, tmp_path / "rank1.safetensors")
+    assert main(["inspect", str(tmp_path / "rank1.safetensors")]) == 0
+    printed = capsys.readouterr()
+    assert "12 EXL3 matrices" in printed.out and f"{NAME}.0.gate_proj.rank1" in printed.out
+    assert printed.err == (
+        f"experts are listed one by one: {NAME}: gate of expert 0, rank slice 0 of 2 is missing, "
+        "expected 4 experts\n"
+    )
+    (tmp_path / "b").mkdir()
+    save_file(part, tmp_path / "b" / "rank1.safetensors")
+    assert main(["inspect", str(tmp_path / "b")]) == 2
+    assert "rank slice 0 of 2 is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tail", [False, True])

@@ -286,12 +286,15 @@ def test_patterns_of_a_class_do_not_hide_layers_that_the_model_has(tmp_path, mon
     assert distance(logits(model), logits(dense)) < BOUND
 
 
-def test_without_a_quantization_config(qwen, tmp_path):
+@pytest.mark.parametrize("method", [None, "exl3_selective_tp4"])
+def test_a_method_that_nobody_knows(qwen, tmp_path, method):
     """load_model, and from_pretrained that is told; alone it would load random weights."""
     dense, folder = qwen
     target = changed(folder, tmp_path)
     config = json.loads((target / "config.json").read_text())
-    del config["quantization_config"]
+    config["quantization_config"] = {"quant_method": method}
+    if method is None:
+        del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config))
     for model in (
         trellis_ops.load_model(target),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -26,14 +28,22 @@ def add_parser(commands) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     index = read_exl3_index(options.path)
+    try:
+        sets = expert_sets({group.name: group for group in index.groups})
+    except ValueError as error:
+        # A shard may hold a part of the experts only; a whole checkpoint may not.
+        if index.path.suffix != ".safetensors":
+            raise
+        print(f"experts are listed one by one: {error}", file=sys.stderr)
+        sets = {}
     if options.json:
-        print(json.dumps(as_json(index), indent=2))
+        print(json.dumps(as_json(index, sets), indent=2))
     else:
-        show(index, Console())
+        show(index, sets, Console())
     return 0
 
 
-def as_json(index: Index) -> dict:
+def as_json(index: Index, sets: Mapping[str, ExpertSet]) -> dict:
     """The table and its sums as plain values."""
     return {
         "path": str(index.path),
@@ -61,7 +71,7 @@ def as_json(index: Index) -> dict:
                 },
                 "bytes": bytes_of(experts),
             }
-            for experts in sets_of(index).values()
+            for experts in sets.values()
         ],
         "exl3_bytes": index.exl3_bytes,
         "exl3_weights": index.weights,
@@ -69,11 +79,6 @@ def as_json(index: Index) -> dict:
         "other_tensors": len(index.others),
         "other_bytes": index.other_bytes,
     }
-
-
-def sets_of(index: Index) -> dict[str, ExpertSet]:
-    """Routed experts of each layer."""
-    return expert_sets({group.name: group for group in index.groups})
 
 
 def projections(experts: ExpertSet) -> tuple[str, ...]:
@@ -100,14 +105,13 @@ def bytes_of(experts: ExpertSet, projection: str | None = None) -> int:
     return sum(parts.values())
 
 
-def show(index: Index, console: Console) -> None:
+def show(index: Index, sets: Mapping[str, ExpertSet], console: Console) -> None:
     table = Table("name", "in x out", "bits", "codebook", "bytes")
     for column in table.columns[1:]:
         column.no_wrap = True
     table.columns[0].overflow = "fold"
     for i in (1, 2, 4):
         table.columns[i].justify = "right"
-    sets = sets_of(index)
     routed = {stem for experts in sets.values() for stem in experts.stems.values()}
     for experts in sets.values():
         for projection in projections(experts):
@@ -134,14 +138,14 @@ def show(index: Index, console: Console) -> None:
         )
     if index.groups:
         console.print(table)
-    console.print(summary(index), highlight=False, markup=False)
+    console.print(summary(index, sets), highlight=False, markup=False)
 
 
-def summary(index: Index) -> str:
+def summary(index: Index, sets: Mapping[str, ExpertSet]) -> str:
     other = f"{len(index.others)} other tensors, {index.other_bytes:,} bytes"
     if not index.groups:
         return f"no EXL3 matrix; {other}"
-    kinds = Counter((s.experts, s.slices, s.layout) for s in sets_of(index).values())
+    kinds = Counter((s.experts, s.slices, s.layout) for s in sets.values())
     lines = [
         f"{layers} layers of {count} experts"
         + (f" in {slices} rank slices" if slices > 1 else "")

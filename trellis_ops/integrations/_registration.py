@@ -13,7 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 _REGISTRY = "transformers.quantizers.auto"
 
 
-def register() -> None:
+def register_with_transformers() -> None:
     """Registers now if transformers' registry is loaded, else when it gets loaded."""
     if _REGISTRY in sys.modules:
         _fill_registry()
