@@ -306,9 +306,15 @@ def test_a_method_that_nobody_knows(qwen, tmp_path, method):
 # ---- compile and train --------------------------------------------------------------------------
 
 
-def test_generate_with_a_static_cache_compiles_whole(qwen):
+@pytest.mark.parametrize("experts", [False, True])
+def test_generate_with_a_static_cache_compiles_whole(qwen, tmp_path, experts):
     """transformers compiles only what says it can be; a graph break would be an error."""
-    model = load(qwen[1])
+    folder = qwen[1]
+    if experts:
+        checkpoint = Checkpoint(build("Qwen3Moe", num_hidden_layers=1, **cp.MOE["Qwen3Moe"]))
+        checkpoint.experts("model.layers.0.mlp.experts", lambda p, e: 3)
+        folder = checkpoint.write(tmp_path)
+    model = load(folder)
     prompt = torch.arange(5, 12)[None]
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     with torch.inference_mode():
