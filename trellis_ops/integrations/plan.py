@@ -61,6 +61,8 @@ def _planned(model: nn.Module, name: str) -> str | None:
 def _linked(model: nn.Module, parent: str, packed: Container[str], shard: Shard) -> bool:
     """Whether the layers of a block can pass parts to each other."""
     block = model.get_submodule(parent)
+    if next(block.parameters(recurse=False), None) is not None:
+        return False  # something of its own, such as a sink for each head, would be split as well
     head, styles = getattr(block, "head_dim", None), set()
     for child, layer in block.named_modules():
         name = f"{parent}.{child}"
