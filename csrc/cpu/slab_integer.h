@@ -80,6 +80,20 @@ struct Slab {
         V::add_scaled(lanes[r][strip], inputs[r].scale, sums + r * kRowSums + strip * kSums);
   }
 
+  // Tiles below one another lie far apart, which no hardware foresees: one soon needed, and one that the
+  // next kDepth tiles begin with. A fetch from beyond the matrix does nothing.
+  template <int kWords>
+  static void prefetch(const int16_t* packed, int64_t stride) {
+    const auto at = [&](int64_t tiles) {
+      return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(packed) +
+                                           static_cast<uintptr_t>(tiles * stride * 2));
+    };
+    for (int byte = 0; byte < 2 * kWords; byte += 64) {
+      __builtin_prefetch(at(3) + byte, 0, 3);
+      __builtin_prefetch(at(kDepth) + byte, 0, 2);
+    }
+  }
+
   // Decoded weights meet the rows at once and are never stored.
   template <int kWords, int kRows, typename Codebook, int... kVector>
   static void fused(const int16_t* packed, int64_t stride, int depth, const Codebook& codebook,
@@ -88,6 +102,7 @@ struct Slab {
     for (auto& row : lanes)
       for (auto& strip : row) strip = V::zero();
     for (int k = 0; k < depth; ++k, packed += stride) {
+      prefetch<kWords>(packed, stride);
       const auto meet = [&](int vector, Words weights) {
         for (int r = 0; r < kRows; ++r)
           V::dot(lanes[r][vector / kParts], weights,
@@ -158,20 +173,17 @@ struct Slab {
         }
       }
       const int16_t* packed = w.trellis + (in_tile * w.out_tiles + out_tile) * kWords;
-      const int64_t below = std::min<int64_t>(kDepth, w.in_tiles - in_tile - kDepth);
       for (int t = 0; t < tiles; ++t, packed += kWords) {
-        // The same tile of the next rows of tiles, which no hardware foresees.
-        for (int64_t k = 0; k < below; ++k)
-          for (int word = 0; word < kWords; word += 32)
-            __builtin_prefetch(packed + (kDepth + k) * stride + word);
         float* const to = sums + t * kTileSums;
         if (rows == 1) {
           fused<kWords, 1>(packed, stride, depth, codebook, inputs, to, kVectors);
         } else if (rows == 2 && V::kRegisterSums >= 2 * kStrips) {
           fused<kWords, 2>(packed, stride, depth, codebook, inputs, to, kVectors);
         } else {
-          for (int k = 0; k < depth; ++k)
+          for (int k = 0; k < depth; ++k) {
+            prefetch<kWords>(packed + k * stride, stride);
             decode<kWords>(packed + k * stride, codebook, weights + k * kStrips * kStrip, kVectors);
+          }
           int row = passes<4>(weights, depth, inputs, 0, rows, to);
           row = passes<2>(weights, depth, inputs, row, rows, to);
           passes<1>(weights, depth, inputs, row, rows, to);
