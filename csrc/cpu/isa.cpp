@@ -24,10 +24,11 @@ int64_t available_isas() {
   // The same sets that setup.py compiles *_avx2.cpp and *_avx512.cpp for.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (avx2) isas |= 1 << kAvx2;
-  const bool avx512 =
-      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  const bool vnni =
+      avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (avx512) isas |= 1 << kAvx512;
   if (vnni) isas |= 1 << kAvx512Vnni;
   if (vnni && has_fp16()) isas |= 1 << kAvx512Fp16;

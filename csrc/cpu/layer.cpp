@@ -1,49 +1,19 @@
 #include "layer.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "../parallel.h"
 #include "hadamard.h"
 
 namespace trellis {
-namespace {
-
-// Power of two that brings the largest element of a row into [1, 2), so that neither the Hadamard
-// sums nor the product overflow float32 whatever the activations are. Its inverse is exact too.
-float row_scale(const Rows& x, int64_t row) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < x.columns; ++i)
-    largest = std::max(largest, std::fabs(load(x.data, row * x.columns + i, x.dtype)));
-  if (!(largest > 0.0f) || !std::isfinite(largest)) return 1.0f;
-  return std::ldexp(1.0f, std::clamp(std::ilogb(largest), -100, 126));
-}
-
-void transform_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
-  *scale = row_scale(x, row);
-  const float inverse = 1.0f / *scale;
-  const int64_t features = w.in_features();
-  for (int64_t i = 0; i < features; ++i) {
-    float value = 0.0f;
-    if (i < x.columns) value = load(x.data, row * x.columns + i, x.dtype) * inverse;
-    out[i] = w.suh != nullptr ? value * float_from_half(w.suh[i]) : value;
-  }
-  if (w.suh == nullptr) return;
-  for (int64_t block = 0; block < features; block += kHadamard) {
-    hadamard_128(out + block);
-    for (int i = 0; i < kHadamard; ++i) out[block + i] *= static_cast<float>(kInvSqrt128);
-  }
-}
-
-}  // namespace
-
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
+  const Output output{out, out_dtype, out_columns, bias, bias_dtype};
   float* rows = scratch;
   float* scales = scratch + x.count * w.in_features();
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      transform_row(w, x, r, rows + r * w.in_features(), scales + r);
+      kernels.rotate(w, x, r, rows + r * w.in_features(), scales + r);
   });
 
   const int64_t column_blocks = (w.out_tiles + 7) / 8;
@@ -58,19 +28,11 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
       kernels.product(w, out_tile, tiles, rows + first_row * w.in_features(), w.in_features(),
                       count, sums);
       const int64_t first_column = out_tile * 16;
-      const int64_t columns = std::min<int64_t>(tiles * 16, out_columns - first_column);
-      for (int r = 0; r < count; ++r) {
-        float* row = sums + r * kSlabColumns;
-        if (w.svh != nullptr) hadamard_128(row);
-        for (int64_t c = 0; c < columns; ++c) {
-          float value = row[c];
-          if (w.svh != nullptr)
-            value *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[first_column + c]);
-          value *= scales[first_row + r];
-          if (bias != nullptr) value += load(bias, first_column + c, bias_dtype);
-          store(out, (first_row + r) * out_columns + first_column + c, out_dtype, value);
-        }
-      }
+      const int columns =
+          static_cast<int>(std::min<int64_t>(tiles * 16, out_columns - first_column));
+      for (int r = 0; r < count; ++r)
+        kernels.finish(w, output, first_column, columns, first_row + r, scales[first_row + r],
+                       sums + r * kSlabColumns);
     }
   });
 }

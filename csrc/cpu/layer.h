@@ -31,6 +31,15 @@ struct Rows {
   int64_t count, columns;
 };
 
+// Contiguous rows of results, and what is added to each: `columns` values, or null.
+struct Output {
+  void* data;
+  DType dtype;
+  int64_t columns;
+  const void* bias;
+  DType bias_dtype;
+};
+
 // Floats of scratch that gemm needs: the transformed rows and one scale each.
 inline int64_t gemm_scratch_floats(const Matrix& w, int64_t rows) {
   return rows * (w.in_features() + 1);
@@ -62,6 +71,11 @@ struct SlabKernels {
   // tiles). A row's sums do not depend on how many rows there are.
   void (*product)(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
                   int rows, float* sums);
+  // out[in_features] = H(x[row] * suh) / *scale, a power of two; a side without its vector is left alone.
+  void (*rotate)(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale);
+  // out[row][first_column..] = H(sums) * svh * scale + bias, for up to 128 columns; overwrites sums[128].
+  void (*finish)(const Matrix& w, const Output& out, int64_t first_column, int columns, int64_t row,
+                 float scale, float* sums);
 };
 
 const SlabKernels& generic_slab_kernels();

@@ -1,6 +1,7 @@
 // The GEMM with AVX-512 F, BW, DQ and VL alone.
 #ifdef TRELLIS_X86
 #include "slab_avx512.h"
+
 #include "slab_halves_avx512.h"
 
 namespace trellis {
@@ -47,7 +48,8 @@ struct Plain : Avx512 {
 }  // namespace
 
 const SlabKernels& avx512_slab_kernels() {
-  static const SlabKernels kernels{"avx512", generic_slab_kernels().decode, Slab<Plain>::product};
+  static const SlabKernels kernels{"avx512", generic_slab_kernels().decode, Slab<Plain>::product,
+                                   rotate_row, finish_row};
   return kernels;
 }
 

@@ -41,8 +41,7 @@ struct Avx512 {
     }
     *largest = _mm512_reduce_max_ps(most);
     sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xB1));
-    _mm256_storeu_ps(pair_sums,
-                     _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sum)));
+    _mm256_storeu_ps(pair_sums, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sum)));
   }
 
   static void quantise(const float* x, float factor, int16_t* words) {

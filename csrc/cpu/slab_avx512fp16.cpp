@@ -29,7 +29,7 @@ struct Fp16 : Vbmi {
 
 const SlabKernels& avx512fp16_slab_kernels() {
   static const SlabKernels kernels{"avx512_fp16", generic_slab_kernels().decode,
-                                   Slab<Fp16>::product};
+                                   Slab<Fp16>::product, rotate_row, finish_row};
   return kernels;
 }
 

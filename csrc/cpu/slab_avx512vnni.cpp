@@ -15,7 +15,7 @@ struct Vnni : Vbmi {
 
 const SlabKernels& avx512vnni_slab_kernels() {
   static const SlabKernels kernels{"avx512_vnni", generic_slab_kernels().decode,
-                                   Slab<Vnni>::product};
+                                   Slab<Vnni>::product, rotate_row, finish_row};
   return kernels;
 }
 

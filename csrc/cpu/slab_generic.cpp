@@ -3,6 +3,7 @@
 
 #include "../rates.h"
 #include "layer.h"
+#include "rows.h"
 
 namespace trellis {
 namespace {
@@ -71,7 +72,7 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
 }  // namespace
 
 const SlabKernels& generic_slab_kernels() {
-  static const SlabKernels kernels{"generic", decode, product};
+  static const SlabKernels kernels{"generic", decode, product, rotate_row, finish_row};
   return kernels;
 }
 

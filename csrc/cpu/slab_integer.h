@@ -18,6 +18,7 @@
 #include "../rates.h"
 #include "codebook.h"
 #include "layer.h"
+#include "rows.h"
 
 namespace trellis {
 namespace {
