@@ -54,11 +54,13 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512VNNI = [*AVX512, "-mavx512vbmi", "-mavx512vnni"]
+AVX512FP16 = [*AVX512VNNI, "-mavx512fp16"]
 ISA_FLAGS = {
     "_avx2": (IS_X86, AVX2),
     "_avx512": (IS_X86, AVX512),
     "_avx512vnni": (IS_X86, AVX512VNNI),
-    "_avx512fp16": (IS_X86, [*AVX512VNNI, "-mavx512fp16"]),
+    "_avx512fp16": (IS_X86, AVX512FP16),
+    "_amx": (IS_X86, [*AVX512FP16, "-mamx-tile", "-mamx-int8"]),
     "_neon": (IS_ARM, []),
 }
 

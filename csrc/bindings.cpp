@@ -74,13 +74,13 @@ Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
   Tensor out = torch::stable::new_empty(x, shape, out_dtype);
   const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return out;
-  Tensor scratch =
-      torch::stable::new_empty(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
+  const trellis::SlabKernels& kernels = trellis::slab_kernels(static_cast<trellis::Isa>(isa));
+  Tensor scratch = torch::stable::new_empty(x, {trellis::gemm_scratch_floats(kernels, w, count)},
+                                            ScalarType::Float);
   const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
                            x.size(x.dim() - 1)};
   Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
-  trellis::gemm(trellis::slab_kernels(static_cast<trellis::Isa>(isa)), w, view,
-                bias ? added.const_data_ptr() : nullptr,
+  trellis::gemm(kernels, w, view, bias ? added.const_data_ptr() : nullptr,
                 bias ? dtype_of(bias->scalar_type()) : trellis::DType::Float,
                 static_cast<float*>(scratch.mutable_data_ptr()), out.mutable_data_ptr(),
                 dtype_of(out_dtype), out_features);

@@ -2,18 +2,31 @@
 
 #ifdef TRELLIS_X86
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace trellis {
 namespace {
 
 #ifdef TRELLIS_X86
-// Older compilers know no name for it. The registers are those of AVX-512, which the operating system
-// keeps if that is reported.
-bool has_fp16() {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);
-}
+// What older compilers have no names for.
+struct Newer {
+  bool fp16 = false, amx = false;
+
+  Newer() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    fp16 = d >> 23 & 1;  // in registers that the system keeps if it does AVX-512's
+    amx = (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles();
+  }
+
+  // Linux keeps the tiles' eight KiB only for processes that ask.
+  static bool may_use_tiles() {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  }
+};
 #endif
 
 }  // namespace
@@ -30,8 +43,12 @@ int64_t available_isas() {
   const bool vnni =
       avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (avx512) isas |= 1 << kAvx512;
-  if (vnni) isas |= 1 << kAvx512Vnni;
-  if (vnni && has_fp16()) isas |= 1 << kAvx512Fp16;
+  if (vnni) {
+    static const Newer newer;
+    isas |= 1 << kAvx512Vnni;
+    if (newer.fp16) isas |= 1 << kAvx512Fp16;
+    if (newer.fp16 && newer.amx) isas |= 1 << kAmx;
+  }
 #endif
   return isas;
 }
@@ -49,6 +66,7 @@ SearchTile search_kernel(Isa isa) {
     case kAvx512:
     case kAvx512Vnni:
     case kAvx512Fp16:
+    case kAmx:
       return search_tile_avx512;
     case kAvx2:
       return search_tile_avx2;
@@ -61,6 +79,8 @@ SearchTile search_kernel(Isa isa) {
 const SlabKernels& slab_kernels(Isa isa) {
   switch (isa) {
 #ifdef TRELLIS_X86
+    case kAmx:
+      return amx_slab_kernels();
     case kAvx512Fp16:
       return avx512fp16_slab_kernels();
     case kAvx512Vnni:

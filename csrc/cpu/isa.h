@@ -9,7 +9,7 @@
 namespace trellis {
 
 // Slowest to fastest; the order of trellis_ops/cli/env.py and of the tests.
-enum Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Fp16, kNeon };
+enum Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Fp16, kAmx, kNeon };
 
 // Bit i set: Isa i can run here.
 int64_t available_isas();

@@ -4,35 +4,86 @@
 
 #include "../parallel.h"
 #include "hadamard.h"
+#include "isa.h"
 
 namespace trellis {
+namespace {
+
+// Where the parts of gemm's scratch begin; what is prepared takes whole cache lines.
+struct Scratch {
+  float *rows, *scales;
+  char* prepared;
+  int64_t block_bytes;  // of kernels.row_block rows
+
+  Scratch(const SlabKernels& kernels, const Matrix& w, int64_t count, float* scratch)
+      : rows(scratch),
+        scales(rows + count * w.in_features()),
+        prepared(
+            reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scales + count) + 63) / 64 * 64)),
+        block_bytes(kernels.prepared_bytes(w, kernels.row_block)) {}
+};
+
+}  // namespace
+
+int64_t gemm_scratch_floats(const SlabKernels& kernels, const Matrix& w, int64_t rows) {
+  const int64_t blocks = rows / kernels.row_block;
+  const int64_t bytes = blocks * kernels.prepared_bytes(w, kernels.row_block) +
+                        kernels.prepared_bytes(w, static_cast<int>(rows % kernels.row_block));
+  return rows * (w.in_features() + 1) + (bytes + 63) / 4 + 1;
+}
+
+void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
+  slab_kernels(best_isa()).rotate(w, x, row, out, scale);
+}
+
+void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, int tiles,
+                const float* rows, const float* scales, int count, float* sums) {
+  kernels.product(w, out_tile, tiles, rows, w.in_features(), count, sums);
+  for (int r = 0; r < count; ++r)
+    kernels.finish(w, out_tile * 16, tiles * 16, scales[r], sums + r * kSlabColumns);
+}
+
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
   const Output output{out, out_dtype, out_columns, bias, bias_dtype};
-  float* rows = scratch;
-  float* scales = scratch + x.count * w.in_features();
+  const Scratch parts(kernels, w, x.count, scratch);
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      kernels.rotate(w, x, r, rows + r * w.in_features(), scales + r);
+      kernels.rotate(w, x, r, parts.rows + r * w.in_features(), parts.scales + r);
+  });
+
+  const int64_t row_blocks = (x.count + kernels.row_block - 1) / kernels.row_block;
+  const auto rows_of = [&](int64_t row_block) {
+    return static_cast<int>(
+        std::min<int64_t>(kernels.row_block, x.count - row_block * kernels.row_block));
+  };
+  const int64_t input_blocks = (w.in_features() + kInputBlock - 1) / kInputBlock;
+  parallel_for(row_blocks * input_blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item / input_blocks;
+      kernels.prepare(w, parts.rows + block * kernels.row_block * w.in_features(), w.in_features(),
+                      rows_of(block), item % input_blocks,
+                      parts.prepared + block * parts.block_bytes);
+    }
   });
 
   const int64_t column_blocks = (w.out_tiles + 7) / 8;
-  const int64_t row_blocks = (x.count + kRowBlock - 1) / kRowBlock;
   parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
+    alignas(64) static thread_local float sums[kMostRows * kSlabColumns];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first_row = item / column_blocks * kRowBlock;
-      const int64_t out_tile = item % column_blocks * 8;
-      const int count = static_cast<int>(std::min<int64_t>(kRowBlock, x.count - first_row));
+      const int64_t block = item / column_blocks, out_tile = item % column_blocks * 8;
       const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
-      kernels.product(w, out_tile, tiles, rows + first_row * w.in_features(), w.in_features(),
-                      count, sums);
+      const int count = rows_of(block);
+      kernels.multiply(w, out_tile, tiles, parts.prepared + block * parts.block_bytes, count, sums);
       const int64_t first_column = out_tile * 16;
       const int columns =
           static_cast<int>(std::min<int64_t>(tiles * 16, out_columns - first_column));
-      for (int r = 0; r < count; ++r)
-        kernels.finish(w, output, first_column, columns, first_row + r, scales[first_row + r],
-                       sums + r * kSlabColumns);
+      for (int r = 0; r < count; ++r) {
+        const int64_t row = block * kernels.row_block + r;
+        float* const values = sums + r * kSlabColumns;
+        kernels.finish(w, first_column, columns, parts.scales[row], values);
+        kernels.write(output, row, first_column, columns, values);
+      }
     }
   });
 }

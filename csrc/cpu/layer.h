@@ -31,25 +31,31 @@ struct Rows {
   int64_t count, columns;
 };
 
-// Contiguous rows of results, and what is added to each: `columns` values, or null.
-struct Output {
+struct Output {  // contiguous rows of results
   void* data;
   DType dtype;
   int64_t columns;
-  const void* bias;
+  const void* bias;  // `columns` values that are added to each row, or null
   DType bias_dtype;
 };
 
-// Floats of scratch that gemm needs: the transformed rows and one scale each.
-inline int64_t gemm_scratch_floats(const Matrix& w, int64_t rows) {
-  return rows * (w.in_features() + 1);
-}
+// Floats of scratch that gemm needs: rotated rows and one scale each, and what `prepare` makes of them.
+int64_t gemm_scratch_floats(const SlabKernels& kernels, const Matrix& w, int64_t rows);
 
 // out[rows, out_columns] = H(H(x * suh) @ decode(trellis)) * svh + bias.
 // Each result is a float32 sum in an order that depends on neither the row count nor the threads.
 // `kernels`: of which instruction set.
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns);
+
+// ---- gemm in two steps, for callers with a schedule of their own --------------------------------
+// out[in_features] = H(row of x * suh), divided by a power of two that goes into *scale.
+void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale);
+
+// sums[count][128] = the results in the columns of `tiles` output tiles, bias apart, of up to
+// kRowBlock rotated rows.
+void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, int tiles,
+                const float* rows, const float* scales, int count, float* sums);
 
 // out[in_features, out_features] = diag(suh) H decode(trellis) H diag(svh).
 void dequantize(const Matrix& w, void* out, DType out_dtype);
@@ -60,27 +66,42 @@ void hadamard_blocks(const void* x, void* out, DType dtype, int64_t blocks);
 // ---- the seam for instruction sets ----------------------------------------------------------
 // 16 x 128 decoded weights (fewer columns at a ragged edge), rows are inputs.
 constexpr int kSlabColumns = 128;
-// Rows that share one decoding: what they need meanwhile stays in the second-level cache.
+// Rows that share one decoding, at least: what they need meanwhile stays in the second-level cache.
 constexpr int kRowBlock = 64;
+// No kernel's row_block is larger.
+constexpr int kMostRows = 512;
+// Inputs that `prepare` takes at a time.
+constexpr int kInputBlock = 128;
 
 struct SlabKernels {
   const char* name;
   // slab[16][128] of input tile `in_tile`, output tiles [out_tile, out_tile + tiles).
   void (*decode)(const Matrix& w, int64_t in_tile, int64_t out_tile, int tiles, float* slab);
   // sums[rows][128] = x[rows][in_features] (row stride x_stride) @ decode(a column block of `tiles`
-  // tiles). A row's sums do not depend on how many rows there are.
+  // tiles), for up to kRowBlock rows. A row's sums do not depend on how many rows there are.
   void (*product)(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
                   int rows, float* sums);
-  // out[in_features] = H(x[row] * suh) / *scale, a power of two; a side without its vector is left alone.
+  // The same in two steps, the first for all column blocks and up to `row_block` rows together:
+  // `prepare` brings one block of inputs into the kernel's own form, and `multiply` takes it from there.
+  int row_block;
+  int64_t (*prepared_bytes)(const Matrix& w, int rows);
+  void (*prepare)(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
+                  void* prepared);
+  void (*multiply)(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
+                   float* sums);
+  // out[in_features] = H(row of x * suh), divided by a power of two that goes into *scale; a side without
+  // its vector is left alone.
   void (*rotate)(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale);
-  // out[row][first_column..] = H(sums) * svh * scale + bias, for up to 128 columns; overwrites sums[128].
-  void (*finish)(const Matrix& w, const Output& out, int64_t first_column, int columns, int64_t row,
-                 float scale, float* sums);
+  // values[128] = H(values) * svh * scale, of which `columns` count
+  void (*finish)(const Matrix& w, int64_t first_column, int columns, float scale, float* values);
+  // out[row][first_column + i] = values[i] + bias, up to 128 of them; overwrites values.
+  void (*write)(const Output& out, int64_t row, int64_t first_column, int columns, float* values);
 };
 
 const SlabKernels& generic_slab_kernels();
 const SlabKernels& avx512_slab_kernels();
 const SlabKernels& avx512vnni_slab_kernels();
 const SlabKernels& avx512fp16_slab_kernels();
+const SlabKernels& amx_slab_kernels();
 
 }  // namespace trellis

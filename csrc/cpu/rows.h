@@ -78,8 +78,8 @@ inline float row_scale(const Rows& x, int64_t row) {
   return std::ldexp(1.0f, std::clamp(std::ilogb(largest), -100, 126));
 }
 
-// out[in_features] = H(x * suh) / *scale, or x / *scale without suh.
-inline void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
+// The next three are SlabKernels' own.
+inline void rotate(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
   *scale = row_scale(x, row);
   const float inverse = 1.0f / *scale;
   float factors[kHadamard];
@@ -98,21 +98,24 @@ inline void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, 
   }
 }
 
-// out[at..at + columns) = H(sums) * svh * scale + bias; sums is overwritten.
-inline void finish_row(const Matrix& w, const Output& out, int64_t first_column, int columns,
-                       int64_t row, float scale, float* sums) {
+inline void finish(const Matrix& w, int64_t first_column, int columns, float scale, float* values) {
   float factors[kSlabColumns];
   if (w.svh != nullptr) {
-    hadamard_128(sums);
+    hadamard_128(values);
     widen(w.svh, first_column, columns, DType::Half, factors);
-    for (int i = 0; i < columns; ++i) sums[i] *= static_cast<float>(kInvSqrt128) * factors[i];
+    for (int i = 0; i < columns; ++i) values[i] *= static_cast<float>(kInvSqrt128) * factors[i];
   }
-  for (int i = 0; i < columns; ++i) sums[i] *= scale;
+  for (int i = 0; i < columns; ++i) values[i] *= scale;
+}
+
+inline void write(const Output& out, int64_t row, int64_t first_column, int columns,
+                  float* values) {
+  float added[kSlabColumns];
   if (out.bias != nullptr) {
-    widen(out.bias, first_column, columns, out.bias_dtype, factors);
-    for (int i = 0; i < columns; ++i) sums[i] += factors[i];
+    widen(out.bias, first_column, columns, out.bias_dtype, added);
+    for (int i = 0; i < columns; ++i) values[i] += added[i];
   }
-  narrow(sums, columns, out.dtype, out.data, row * out.columns + first_column);
+  narrow(values, columns, out.dtype, out.data, row * out.columns + first_column);
 }
 
 }  // namespace

@@ -48,8 +48,7 @@ struct Plain : Avx512 {
 }  // namespace
 
 const SlabKernels& avx512_slab_kernels() {
-  static const SlabKernels kernels{"avx512", generic_slab_kernels().decode, Slab<Plain>::product,
-                                   rotate_row, finish_row};
+  static const SlabKernels kernels = integer_kernels<Slab<Plain>>("avx512");
   return kernels;
 }
 

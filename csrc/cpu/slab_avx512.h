@@ -17,39 +17,58 @@ struct StripOrder {
 };
 
 struct Avx512 {
-  static constexpr int kLanes = 32, kSums = 16, kRegisterSums = 16;
+  static constexpr int kLanes = 32, kRowsAtOnce = 3;
   using Words = __m512i;
   using Lanes = __m512i;
 
   static Words load(const int16_t* from) { return _mm512_load_si512(from); }
   static void store(int16_t* to, Words words) { _mm512_store_si512(to, words); }
-  static Words ones() { return _mm512_set1_epi16(1); }
   static Lanes zero() { return _mm512_setzero_si512(); }
-  static constexpr int column(int lane) { return lane >> 1 & 1; }
 
-  static void add_scaled(Lanes lanes, float scale, float* sums) {
-    _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_set1_ps(scale),
-                                           _mm512_loadu_ps(sums)));
+  // sums[16] += what the lanes of the strips of a tile add up to, times `scale`. Of a lane's index, bit 1
+  // tells the column of its strip; over the others the sum is taken, two vectors becoming one.
+  static void add_columns(const Lanes (&strips)[kStrips], float scale, float* sums) {
+    __m512i fours[4], twos[2];
+    for (int i = 0; i < 4; ++i) {
+      const __m512i a = strips[2 * i], b = strips[2 * i + 1];
+      fours[i] =
+          _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xEE));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const __m512i a = fours[2 * i], b = fours[2 * i + 1];
+      twos[i] =
+          _mm512_add_epi32(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+    }
+    const __m512 a = _mm512_castsi512_ps(twos[0]), b = _mm512_castsi512_ps(twos[1]);
+    const __m512i mixed = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88)),
+                                           _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xDD)));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
+    const __m512 columns = _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(order, mixed));
+    _mm512_storeu_ps(sums, _mm512_fmadd_ps(columns, _mm512_set1_ps(scale), _mm512_loadu_ps(sums)));
   }
 
-  static void magnitudes(const float* x, int depth, float* largest, float* pair_sums) {
-    __m512 most = _mm512_setzero_ps(), sum = _mm512_setzero_ps();
+  static void magnitudes(const float* x, int depth, float* largest, float* sum) {
+    __m512 most = _mm512_setzero_ps(), total = _mm512_setzero_ps();
     for (int k = 0; k < depth; ++k) {
       const __m512 magnitude = _mm512_abs_ps(_mm512_loadu_ps(x + k * 16));
       most = _mm512_max_ps(most, magnitude);
-      sum = _mm512_add_ps(sum, magnitude);
+      total = _mm512_add_ps(total, magnitude);
     }
     *largest = _mm512_reduce_max_ps(most);
-    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xB1));
-    _mm256_storeu_ps(pair_sums, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sum)));
+    *sum = _mm512_reduce_add_ps(total);
   }
 
-  static void quantise(const float* x, float factor, int16_t* words) {
+  static void round(const float* x, int depth, float factor, int16_t (*words)[kStrip], int* total) {
     static constexpr StripOrder kOrder;
-    const __m512i rounded =
-        _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(factor)));
-    const __m512i narrow = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(rounded));
-    store(words, _mm512_permutexvar_epi16(load(kOrder.inputs), narrow));
+    __m512i sum = _mm512_setzero_si512();
+    for (int k = 0; k < depth; ++k) {
+      const __m512i rounded =
+          _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k * 16), _mm512_set1_ps(factor)));
+      sum = _mm512_add_epi32(sum, rounded);
+      const __m512i narrow = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(rounded));
+      store(words[k], _mm512_permutexvar_epi16(load(kOrder.inputs), narrow));
+    }
+    *total = _mm512_reduce_add_epi32(sum);
   }
 
   // The hashes of 32 states, their halves apart.
@@ -74,9 +93,7 @@ struct Avx512 {
     return {low, high};
   }
 
-  struct ByteSum {
-    static constexpr float kLargest = 1020, kScale = kMul1Scale, kOffset = kMul1Offset;
-
+  struct ByteSum : ByteSumRange {
     Words value(Words states) const {
       const Hashes hash = hashes<kMul1>(states);
       const __m512i one = _mm512_set1_epi8(1);
@@ -85,8 +102,7 @@ struct Avx512 {
     }
   };
 
-  struct Lookup {
-    static constexpr float kLargest = 32767, kScale = 0x1p-12f, kOffset = 0;
+  struct Lookup : LookupRange {
     const float* values;
 
     Words value(Words states) const {

@@ -14,8 +14,7 @@ struct Vnni : Vbmi {
 }  // namespace
 
 const SlabKernels& avx512vnni_slab_kernels() {
-  static const SlabKernels kernels{"avx512_vnni", generic_slab_kernels().decode,
-                                   Slab<Vnni>::product, rotate_row, finish_row};
+  static const SlabKernels kernels = integer_kernels<Slab<Vnni>>("avx512_vnni");
   return kernels;
 }
 

@@ -20,8 +20,8 @@ struct Powers {
 };
 
 template <int kCodebook>
-struct IntegerHalves {
-  static constexpr float kLargest = 32767, kScale = 0x1p-13f, kOffset = 0;
+struct IntegerHalves : HalvesRange {
+  static constexpr float kOffset = kTiesUp;
 
   static __m512i half(__m512i hash) {
     static constexpr Powers kPowers;
@@ -35,7 +35,9 @@ struct IntegerHalves {
 
   __m512i value(__m512i states) const {
     const Avx512::Hashes hash = Avx512::hashes<kCodebook>(states);
-    return _mm512_add_epi16(half(hash.low), half(hash.high));
+    // To a quarter of that, ties upwards.
+    return _mm512_mulhrs_epi16(_mm512_add_epi16(half(hash.low), half(hash.high)),
+                               _mm512_set1_epi16(1 << 13));
   }
 };
 

@@ -1,0 +1,245 @@
+// The GEMM on processors with a matrix unit for bytes (AMX-INT8), beside AVX-512 with FP16 arithmetic.
+//
+// The integers of slab_integer.h, weights and activations, are cut into an upper and a lower byte; four
+// products of bytes give the same exact sums of 128 products, so a row has the same bits here as where few
+// rows make vectors the better choice.
+#ifdef TRELLIS_X86
+#include <type_traits>
+
+#include "slab_fp16_avx512.h"
+
+namespace trellis {
+namespace {
+
+// Fewer rows than this leave the matrix unit too empty.
+constexpr int kFewRows = 3;
+
+// How a codebook's integers become bytes: shifted up by kShift, so that the upper byte is used well.
+template <typename Codebook>
+struct Bytes {
+  static constexpr int kShift = std::is_base_of_v<HalvesRange, Codebook>    ? 2
+                                : std::is_base_of_v<ByteSumRange, Codebook> ? 5
+                                                                            : 2;
+};
+static_assert(HalvesRange::kLargest * 4 <= 32768 && ByteSumRange::kLargest * 32 <= 32768 &&
+              LookupRange::kLargest * 4 <= 32768);
+
+// Four tiles, 64 inputs, at a time: one step of the matrix unit.
+constexpr int kSteps = kDepth / 4;
+
+// Bytes of one step, sixteen columns or rows of 64 inputs each, in an order of inputs that weights and
+// activations share.
+struct alignas(64) Step {
+  int8_t upper[16][64], lower[16][64];
+};
+
+// The activations of sixteen rows in one block of inputs, transposed: 4 inputs, 16 rows, 4 inputs, ...
+struct alignas(64) RowTile {
+  Step steps[kSteps];
+  float scales[16], totals[16];
+};
+
+// The bytes of one strip of four tiles: for each plane, column c and column c + 8.
+struct StripBytes {
+  __m512i upper[2], lower[2];
+};
+
+inline StripBytes bytes_of(__m512i a, __m512i b, __m512i c, __m512i d) {
+  constexpr __mmask64 kOdd = 0xAAAAAAAAAAAAAAAA;
+  const auto upper = [](__m512i x, __m512i y) {
+    return _mm512_mask_blend_epi8(kOdd, _mm512_srli_epi16(x, 8), y);
+  };
+  const auto lower = [](__m512i x, __m512i y) {
+    return _mm512_mask_blend_epi8(kOdd, x, _mm512_slli_epi16(y, 8));
+  };
+  const __m512i u = upper(a, b), v = upper(c, d), m = lower(a, b), n = lower(c, d);
+  return {{_mm512_unpacklo_epi64(u, v), _mm512_unpackhi_epi64(u, v)},
+          {_mm512_unpacklo_epi64(m, n), _mm512_unpackhi_epi64(m, n)}};
+}
+
+// Compilers do not see what the tile instructions read and write in memory.
+inline void all_of_memory(const void* used) { asm volatile("" : : "r"(used) : "memory"); }
+
+// The tiles' shapes, for as long as it lives; what was configured before, by whomever, comes back.
+class TileShapes {
+ public:
+  TileShapes() {
+    _tile_storeconfig(&before_);
+    all_of_memory(&before_);
+    Shapes shapes;
+    for (int i = 0; i < 8; ++i) {
+      shapes.bytes[i] = 64;
+      shapes.rows[i] = 16;
+    }
+    shapes.palette = 1;
+    all_of_memory(&shapes);
+    _tile_loadconfig(&shapes);
+  }
+  ~TileShapes() {
+    if (before_.palette == 0)
+      _tile_release();
+    else
+      _tile_loadconfig(&before_);
+  }
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+
+ private:
+  struct alignas(64) Shapes {
+    uint8_t palette = 0, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  };
+  Shapes before_;
+};
+
+struct Amx {
+  using Few = Slab<Fp16>;
+  static constexpr int kRowBlock = kMostRows;
+
+  static int64_t row_tiles(int rows) { return (rows + 15) / 16; }
+
+  static int64_t prepared_bytes(const Matrix& w, int rows) {
+    if (rows <= kFewRows) return Few::prepared_bytes(w, rows);
+    return row_tiles(rows) * input_blocks(w) * static_cast<int64_t>(sizeof(RowTile));
+  }
+
+  static void prepare(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
+                      void* prepared) {
+    if (rows <= kFewRows) return Few::prepare(w, x, x_stride, rows, block, prepared);
+    const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - block * kDepth));
+    const __m512i places =
+        _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    with_codebook<Fp16>(w, [&](const auto& codebook) {
+      Inputs inputs;
+      for (int first = 0; first < rows; first += 16) {
+        RowTile& tile = static_cast<RowTile*>(prepared)[first / 16 * input_blocks(w) + block];
+        std::memset(&tile, 0, sizeof(tile));
+        for (int r = 0; r < std::min(16, rows - first); ++r) {
+          quantise<Fp16>(x + (first + r) * x_stride + block * kInputBlock, depth, codebook.kLargest,
+                         inputs);
+          tile.scales[r] = inputs.scale;
+          tile.totals[r] = inputs.total;
+          for (int s = 0; s < kSteps; ++s) {
+            const int16_t (*const words)[kStrip] = inputs.words + 4 * s;
+            const StripBytes bytes = bytes_of(Fp16::load(words[0]), Fp16::load(words[1]),
+                                              Fp16::load(words[2]), Fp16::load(words[3]));
+            _mm512_i32scatter_epi32(tile.steps[s].upper[0] + 4 * r, places, bytes.upper[0], 4);
+            _mm512_i32scatter_epi32(tile.steps[s].lower[0] + 4 * r, places, bytes.lower[0], 4);
+          }
+        }
+      }
+    });
+  }
+
+  // Steps of one output tile: [column][64 inputs].
+  template <int kWords, typename Codebook, int... kStripIndex>
+  static void decode(const int16_t* packed, int64_t stride, int depth, const Codebook& codebook,
+                     Step* steps, std::integer_sequence<int, kStripIndex...>) {
+    for (int s = 0; s < kSteps; ++s) {
+      const int16_t* tiles[4];
+      for (int i = 0; i < 4; ++i) {
+        // Where there is no tile any other will do: the activations are zero.
+        tiles[i] = packed + std::min(4 * s + i, depth - 1) * stride;
+        prefetch<kWords>(tiles[i], stride);
+      }
+      const auto strip = [&](auto index) {
+        constexpr int c = decltype(index)::value;
+        const auto words = [&](int i) {
+          return _mm512_slli_epi16(codebook.value(Fp16::states<kWords, c>(tiles[i])),
+                                   Bytes<Codebook>::kShift);
+        };
+        const StripBytes bytes = bytes_of(words(0), words(1), words(2), words(3));
+        for (int h = 0; h < 2; ++h) {
+          _mm512_store_si512(steps[s].upper[c + 8 * h], bytes.upper[h]);
+          _mm512_store_si512(steps[s].lower[c + 8 * h], bytes.lower[h]);
+        }
+      };
+      (strip(std::integral_constant<int, kStripIndex>{}), ...);
+    }
+  }
+
+  // sums[column][row] += scale * the exact sums of sixteen columns and rows.
+  template <int kShift>
+  static void meet(const Step* weights, const RowTile& rows, float* sums) {
+    alignas(64) int32_t highest[16][16], middle[16][16], lowest[16][16];
+    all_of_memory(weights);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    for (int s = 0; s < kSteps; ++s) {
+      _tile_loadd(4, weights[s].upper, 64);
+      _tile_loadd(5, weights[s].lower, 64);
+      _tile_loadd(6, rows.steps[s].upper, 64);
+      _tile_loadd(7, rows.steps[s].lower, 64);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
+      _tile_dpbuud(2, 5, 7);
+      _tile_dpbusd(1, 5, 6);
+    }
+    _tile_stored(0, highest, 64);
+    _tile_stored(1, middle, 64);
+    _tile_stored(2, lowest, 64);
+    const __m512 scales = _mm512_load_ps(rows.scales);
+    for (int c = 0; c < 16; ++c, sums += 16) {
+      const __m512i high = _mm512_slli_epi32(_mm512_load_si512(highest[c]), 16 - kShift);
+      const __m512i mid = _mm512_slli_epi32(_mm512_load_si512(middle[c]), 8 - kShift);
+      const __m512i low = _mm512_srli_epi32(_mm512_load_si512(lowest[c]), kShift);
+      const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(high, mid), low);
+      _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales, _mm512_load_ps(sums)));
+    }
+  }
+
+  template <int kWords, typename Codebook>
+  static void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int tiles,
+                         const RowTile* inputs, int rows, float* sums) {
+    Step weights[kSteps];
+    const int64_t stride = w.out_tiles * kWords, blocks = input_blocks(w);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t in_tile = block * kDepth;
+      const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - in_tile));
+      const int16_t* packed = w.trellis + in_tile * stride + out_tile * kWords;
+      for (int t = 0; t < tiles; ++t, packed += kWords) {
+        decode<kWords>(packed, stride, depth, codebook, weights,
+                       std::make_integer_sequence<int, kStrips>{});
+        for (int64_t tile = 0; tile < row_tiles(rows); ++tile)
+          meet<Bytes<Codebook>::kShift>(weights, inputs[tile * blocks + block],
+                                        sums + (tile * kSlabColumns + t * 16) * 16);
+      }
+    }
+  }
+
+  static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
+                       float* sums) {
+    if (rows <= kFewRows) return Few::multiply(w, out_tile, tiles, prepared, rows, sums);
+    const TileShapes shapes;
+    alignas(64) static thread_local float transposed[kMostRows * kSlabColumns];
+    std::memset(transposed, 0, sizeof(float) * row_tiles(rows) * 16 * kSlabColumns);
+    const RowTile* const inputs = static_cast<const RowTile*>(prepared);
+    with_codebook<Fp16>(w, [&](const auto& codebook) {
+      with_rate(w.tile_words, [&](auto words) {
+        accumulate<words.value>(w, codebook, out_tile, tiles, inputs, rows, transposed);
+      });
+      const int64_t blocks = input_blocks(w);
+      for (int r = 0; r < rows; ++r) {
+        float* const row = sums + r * kSlabColumns;
+        for (int c = 0; c < kSlabColumns; ++c)
+          row[c] = transposed[(r / 16 * kSlabColumns + c) * 16 + r % 16];
+        float total = 0;
+        for (int64_t block = 0; block < blocks; ++block)
+          total += inputs[r / 16 * blocks + block].totals[r % 16];
+        rescale<std::decay_t<decltype(codebook)>>(total, row);
+      }
+    });
+  }
+};
+
+}  // namespace
+
+const SlabKernels& amx_slab_kernels() {
+  static const SlabKernels kernels = integer_kernels<Amx>("amx");
+  return kernels;
+}
+
+}  // namespace trellis
+#endif
