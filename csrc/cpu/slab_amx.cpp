@@ -11,8 +11,8 @@
 namespace trellis {
 namespace {
 
-// Fewer rows than this leave the matrix unit too empty.
-constexpr int kFewRows = 3;
+// So few rows leave the matrix unit too empty.
+constexpr int kFewRows = 8;
 
 // How a codebook's integers become bytes: shifted up by kShift, so that the upper byte is used well.
 template <typename Codebook>
@@ -113,7 +113,7 @@ struct Amx {
     with_codebook<Fp16>(w, [&](const auto& codebook) {
       Inputs inputs;
       for (int first = 0; first < rows; first += 16) {
-        RowTile& tile = static_cast<RowTile*>(prepared)[first / 16 * input_blocks(w) + block];
+        RowTile& tile = static_cast<RowTile*>(prepared)[block * row_tiles(rows) + first / 16];
         std::memset(&tile, 0, sizeof(tile));
         for (int r = 0; r < std::min(16, rows - first); ++r) {
           quantise<Fp16>(x + (first + r) * x_stride + block * kInputBlock, depth, codebook.kLargest,
@@ -156,57 +156,133 @@ struct Amx {
         }
       };
       (strip(std::integral_constant<int, kStripIndex>{}), ...);
+      // Left alone for half a microsecond the unit falls asleep, and takes as long again to wake. What
+      // this multiplies and adds nobody reads.
+      _tile_dpbssd(0, 6, 7);
     }
   }
 
-  // sums[column][row] += scale * the exact sums of sixteen columns and rows.
+  // Exact sums of sixteen columns and sixteen rows, in three parts; two output tiles.
+  struct alignas(64) Parts {
+    int32_t highest[16][16], middle[16][16], lowest[16][16];
+  };
+
+  // sums[column][row] += scale * parts, for two of two output tiles' columns.
+  template <int kShift, int kColumn>
+  static void add(const Parts (&parts)[2], __m512 scales, float* sums) {
+    for (int c = kColumn; c < kColumn + 2; ++c) {
+      const Parts& part = parts[c / 16];
+      const __m512i high = _mm512_slli_epi32(_mm512_load_si512(part.highest[c % 16]), 16 - kShift);
+      const __m512i mid = _mm512_slli_epi32(_mm512_load_si512(part.middle[c % 16]), 8 - kShift);
+      const __m512i low = _mm512_srli_epi32(_mm512_load_si512(part.lowest[c % 16]), kShift);
+      const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(high, mid), low);
+      _mm512_store_ps(sums + c * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales,
+                                                     _mm512_load_ps(sums + c * 16)));
+    }
+  }
+
+  // Sums that the unit found and that are still to be added.
+  struct Found {
+    Parts parts[2];
+    const float* scales;
+    float* sums;
+  };
+
+  // One step of two output tiles that meet one tile of rows, whose bytes are loaded once. Between the
+  // unit's products, which take sixteen cycles each, vectors add what it found before.
+  template <int kShift, int kStep>
+  static void meet(const Step& first, const Step& second, const Step& rows, const Found& before) {
+    constexpr int kColumn = kStep * 16;
+    const __m512 scales = _mm512_load_ps(before.scales);
+    float* const sums = before.sums;
+    _tile_loadd(6, rows.upper, 64);
+    _tile_loadd(7, first.upper, 64);
+    _tile_dpbssd(0, 7, 6);
+    add<kShift, kColumn>(before.parts, scales, sums);
+    _tile_loadd(7, first.lower, 64);
+    _tile_dpbusd(1, 7, 6);
+    add<kShift, kColumn + 2>(before.parts, scales, sums);
+    _tile_loadd(7, second.upper, 64);
+    _tile_dpbssd(3, 7, 6);
+    add<kShift, kColumn + 4>(before.parts, scales, sums);
+    _tile_loadd(7, second.lower, 64);
+    _tile_dpbusd(4, 7, 6);
+    add<kShift, kColumn + 6>(before.parts, scales, sums);
+    _tile_loadd(6, rows.lower, 64);
+    _tile_dpbuud(5, 7, 6);
+    add<kShift, kColumn + 8>(before.parts, scales, sums);
+    _tile_loadd(7, first.upper, 64);
+    _tile_dpbsud(1, 7, 6);
+    add<kShift, kColumn + 10>(before.parts, scales, sums);
+    _tile_loadd(7, second.upper, 64);
+    _tile_dpbsud(4, 7, 6);
+    add<kShift, kColumn + 12>(before.parts, scales, sums);
+    _tile_loadd(7, first.lower, 64);
+    _tile_dpbuud(2, 7, 6);
+    add<kShift, kColumn + 14>(before.parts, scales, sums);
+  }
+
   template <int kShift>
-  static void meet(const Step* weights, const RowTile& rows, float* sums) {
-    alignas(64) int32_t highest[16][16], middle[16][16], lowest[16][16];
-    all_of_memory(weights);
+  static void meet(const Step (&weights)[2][kSteps], const RowTile& rows, const Found& before,
+                   Found& found) {
+    static_assert(kSteps == 2);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
-    for (int s = 0; s < kSteps; ++s) {
-      _tile_loadd(4, weights[s].upper, 64);
-      _tile_loadd(5, weights[s].lower, 64);
-      _tile_loadd(6, rows.steps[s].upper, 64);
-      _tile_loadd(7, rows.steps[s].lower, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_dpbsud(1, 4, 7);
-      _tile_dpbuud(2, 5, 7);
-      _tile_dpbusd(1, 5, 6);
-    }
-    _tile_stored(0, highest, 64);
-    _tile_stored(1, middle, 64);
-    _tile_stored(2, lowest, 64);
-    const __m512 scales = _mm512_load_ps(rows.scales);
-    for (int c = 0; c < 16; ++c, sums += 16) {
-      const __m512i high = _mm512_slli_epi32(_mm512_load_si512(highest[c]), 16 - kShift);
-      const __m512i mid = _mm512_slli_epi32(_mm512_load_si512(middle[c]), 8 - kShift);
-      const __m512i low = _mm512_srli_epi32(_mm512_load_si512(lowest[c]), kShift);
-      const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(high, mid), low);
-      _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales, _mm512_load_ps(sums)));
-    }
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    meet<kShift, 0>(weights[0][0], weights[1][0], rows.steps[0], before);
+    meet<kShift, 1>(weights[0][1], weights[1][1], rows.steps[1], before);
+    _tile_stored(0, found.parts[0].highest, 64);
+    _tile_stored(1, found.parts[0].middle, 64);
+    _tile_stored(2, found.parts[0].lowest, 64);
+    _tile_stored(3, found.parts[1].highest, 64);
+    _tile_stored(4, found.parts[1].middle, 64);
+    _tile_stored(5, found.parts[1].lowest, 64);
   }
 
+  template <int kShift, int... kPair>
+  static void add_all(const Found& found, std::integer_sequence<int, kPair...>) {
+    const __m512 scales = _mm512_load_ps(found.scales);
+    (add<kShift, 2 * kPair>(found.parts, scales, found.sums), ...);
+  }
+
+  // The unit works on one pair of output tiles while the vectors decode the next, and its sums are added
+  // a step later: what it reads or writes is then out of the way of stores and loads.
   template <int kWords, typename Codebook>
   static void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int tiles,
                          const RowTile* inputs, int rows, float* sums) {
-    Step weights[kSteps];
-    const int64_t stride = w.out_tiles * kWords, blocks = input_blocks(w);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t in_tile = block * kDepth;
+    constexpr int kShift = Bytes<Codebook>::kShift;
+    Step weights[2][2][kSteps];
+    const int64_t stride = w.out_tiles * kWords, count = row_tiles(rows);
+    const int64_t pairs = (tiles + 1) / 2, items = input_blocks(w) * pairs;
+    const auto decode_item = [&](int64_t item) {
+      const int64_t in_tile = item / pairs * kDepth, t = item % pairs * 2;
       const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - in_tile));
-      const int16_t* packed = w.trellis + in_tile * stride + out_tile * kWords;
-      for (int t = 0; t < tiles; ++t, packed += kWords) {
-        decode<kWords>(packed, stride, depth, codebook, weights,
+      // Where there is no second tile any other will do: nobody takes its sums.
+      for (int i = 0; i < 2; ++i)
+        decode<kWords>(w.trellis + in_tile * stride +
+                           (out_tile + std::min<int64_t>(t + i, tiles - 1)) * kWords,
+                       stride, depth, codebook, weights[item % 2][i],
                        std::make_integer_sequence<int, kStrips>{});
-        for (int64_t tile = 0; tile < row_tiles(rows); ++tile)
-          meet<Bytes<Codebook>::kShift>(weights, inputs[tile * blocks + block],
-                                        sums + (tile * kSlabColumns + t * 16) * 16);
+      all_of_memory(weights);
+    };
+    Found found[2] = {};
+    found[1].scales = inputs->scales;  // nothing was found yet: zeros
+    found[1].sums = sums;
+    int turn = 0;
+    decode_item(0);
+    for (int64_t item = 0; item < items; ++item) {
+      if (item + 1 < items) decode_item(item + 1);
+      const RowTile* const row_tile = inputs + item / pairs * count;
+      for (int64_t tile = 0; tile < count; ++tile, turn ^= 1) {
+        meet<kShift>(weights[item % 2], row_tile[tile], found[turn ^ 1], found[turn]);
+        found[turn].scales = row_tile[tile].scales;
+        found[turn].sums = sums + (tile * kSlabColumns + item % pairs * 32) * 16;
       }
     }
+    add_all<kShift>(found[turn ^ 1], std::make_integer_sequence<int, 16>{});
   }
 
   static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
@@ -227,7 +303,7 @@ struct Amx {
           row[c] = transposed[(r / 16 * kSlabColumns + c) * 16 + r % 16];
         float total = 0;
         for (int64_t block = 0; block < blocks; ++block)
-          total += inputs[r / 16 * blocks + block].totals[r % 16];
+          total += inputs[block * row_tiles(rows) + r / 16].totals[r % 16];
         rescale<std::decay_t<decltype(codebook)>>(total, row);
       }
     });
