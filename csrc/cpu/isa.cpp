@@ -35,7 +35,8 @@ int64_t available_isas() {
   int64_t isas = 1 << kGeneric;
 #ifdef TRELLIS_X86
   // The same sets that setup.py compiles *_avx2.cpp and *_avx512.cpp for.
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   if (avx2) isas |= 1 << kAvx2;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -85,6 +86,8 @@ const SlabKernels& slab_kernels(Isa isa) {
       return avx512fp16_slab_kernels();
     case kAvx512Vnni:
       return avx512vnni_slab_kernels();
+    case kAvx2:
+      return avx2_slab_kernels();
     case kAvx512:
       return avx512_slab_kernels();
 #endif

@@ -99,6 +99,7 @@ struct SlabKernels {
 };
 
 const SlabKernels& generic_slab_kernels();
+const SlabKernels& avx2_slab_kernels();
 const SlabKernels& avx512_slab_kernels();
 const SlabKernels& avx512vnni_slab_kernels();
 const SlabKernels& avx512fp16_slab_kernels();
