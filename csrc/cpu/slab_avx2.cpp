@@ -1,4 +1,4 @@
-// The GEMM with AVX2, FMA and F16C.
+// The GEMM with AVX2 and FMA.
 #ifdef TRELLIS_X86
 #include <immintrin.h>
 
@@ -159,30 +159,32 @@ struct Avx2 {
     return {low, high};
   }
 
+  // A half of a hash is +-(1024 + mantissa) << e in units of 2^-13; e is two of its upper bits, exchanged.
   template <int kCodebook>
   struct TwoHalves : HalvesRange {
-    // FP16 numbers become float32; eight of a lane's words each.
-    static __m256 sum_of(__m128i low, __m128i high) {
-      return _mm256_add_ps(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high));
+    static constexpr float kOffset = kTiesUp;
+
+    static __m256i half(__m256i hash, __m256i power) {
+      const __m256i mantissa = _mm256_xor_si256(_mm256_and_si256(hash, _mm256_set1_epi16(0x3FF)),
+                                                _mm256_set1_epi16(0x400 | (kHalvesXor & 0x3FF)));
+      const __m256i nonzero = _mm256_or_si256(hash, _mm256_set1_epi16(1));
+      return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, power), nonzero);
     }
 
     Words value(Words states) const {
       const Hashes hash = hashes<kCodebook>(states);
-      // With exponents 12 more, hence values 2^12 times as large.
-      constexpr uint32_t kXor = kHalvesXor ^ 0x50005000u;
-      const auto half = [](__m256i word) {
-        return _mm256_xor_si256(
-            _mm256_and_si256(word, _mm256_set1_epi32(static_cast<int>(kHalvesAnd))),
-            _mm256_set1_epi32(static_cast<int>(kXor)));
-      };
-      const __m256i low = half(hash.low), high = half(hash.high);
-      const auto rounded = [](__m256 sum) {
-        return _mm256_cvtps_epi32(_mm256_mul_ps(sum, _mm256_set1_ps(0.5f)));
-      };
-      const __m256i a = rounded(sum_of(_mm256_castsi256_si128(low), _mm256_castsi256_si128(high)));
-      const __m256i b =
-          rounded(sum_of(_mm256_extracti128_si256(low, 1), _mm256_extracti128_si256(high, 1)));
-      return _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+      // Both halves' powers are looked up at once, by the lower four bits of their upper bytes.
+      const __m256i index = _mm256_or_si256(
+          _mm256_and_si256(_mm256_srli_epi16(hash.low, 8), _mm256_set1_epi16(0x000F)),
+          _mm256_and_si256(hash.high, _mm256_set1_epi16(0x0F00)));
+      const __m256i table = _mm256_broadcastsi128_si256(
+          _mm_setr_epi8(4, 4, 4, 4, 8, 8, 8, 8, 1, 1, 1, 1, 2, 2, 2, 2));
+      static_assert((kHalvesXor >> 10 & 3) == 2, "the table's order");
+      const __m256i powers = _mm256_shuffle_epi8(table, index);
+      const __m256i low = half(hash.low, _mm256_and_si256(powers, _mm256_set1_epi16(0x00FF)));
+      const __m256i high = half(hash.high, _mm256_srli_epi16(powers, 8));
+      // To a quarter of that, ties upwards.
+      return _mm256_mulhrs_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1 << 13));
     }
   };
 
