@@ -51,6 +51,9 @@ int64_t available_isas() {
     if (newer.fp16 && newer.amx) isas |= 1 << kAmx;
   }
 #endif
+#ifdef __aarch64__
+  isas |= 1 << kNeon;
+#endif
   return isas;
 }
 
@@ -90,6 +93,10 @@ const SlabKernels& slab_kernels(Isa isa) {
       return avx2_slab_kernels();
     case kAvx512:
       return avx512_slab_kernels();
+#endif
+#ifdef __aarch64__
+    case kNeon:
+      return neon_slab_kernels();
 #endif
     default:
       return generic_slab_kernels();

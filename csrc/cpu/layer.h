@@ -104,5 +104,6 @@ const SlabKernels& avx512_slab_kernels();
 const SlabKernels& avx512vnni_slab_kernels();
 const SlabKernels& avx512fp16_slab_kernels();
 const SlabKernels& amx_slab_kernels();
+const SlabKernels& neon_slab_kernels();
 
 }  // namespace trellis
