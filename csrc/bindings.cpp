@@ -161,6 +161,8 @@ std::tuple<Tensor, Tensor> quantize_tiles(Tensor tiles, int64_t tile_words, int6
 
 int64_t cpu_isas() { return trellis::available_isas(); }
 
+int64_t cpu_gemm_isa(int64_t rows) { return trellis::gemm_isa(rows); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
@@ -175,4 +177,5 @@ STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CompositeExplicitAutograd, m) {
   m.impl("_cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("_cpu_gemm_isa", TORCH_BOX(&cpu_gemm_isa));
 }

@@ -39,6 +39,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor tiles, int tile_words, int codebook, int isa) -> (Tensor, Tensor)"
     ),
     "_cpu_isas": "() -> int",
+    # Private: the instruction set that trellis_gemm runs on for that many rows.
+    "_cpu_gemm_isa": "(int rows) -> int",
 }
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

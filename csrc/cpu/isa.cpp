@@ -64,6 +64,11 @@ Isa best_isa() {
   return kGeneric;
 }
 
+Isa gemm_isa(int64_t rows) {
+  const Isa best = best_isa();
+  return rows <= slab_kernels(best).few_rows ? static_cast<Isa>(best - 1) : best;
+}
+
 SearchTile search_kernel(Isa isa) {
   switch (isa) {
 #ifdef TRELLIS_X86

@@ -16,6 +16,9 @@ int64_t available_isas();
 
 Isa best_isa();
 
+// What gemm runs on for so many rows, where best_isa() is asked for.
+Isa gemm_isa(int64_t rows);
+
 SearchTile search_kernel(Isa isa);
 const SlabKernels& slab_kernels(Isa isa);
 

@@ -84,6 +84,7 @@ struct SlabKernels {
   // The same in two steps, the first for all column blocks and up to `row_block` rows together:
   // `prepare` brings one block of inputs into the kernel's own form, and `multiply` takes it from there.
   int row_block;
+  int few_rows;  // up to which the kernel of the instruction set below does the work
   int64_t (*prepared_bytes)(const Matrix& w, int rows);
   void (*prepare)(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
                   void* prepared);

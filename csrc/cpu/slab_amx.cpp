@@ -11,9 +11,6 @@
 namespace trellis {
 namespace {
 
-// So few rows leave the matrix unit too empty.
-constexpr int kFewRows = 8;
-
 // How a codebook's integers become bytes: shifted up by kShift, so that the upper byte is used well.
 template <typename Codebook>
 struct Bytes {
@@ -96,6 +93,7 @@ class TileShapes {
 struct Amx {
   using Few = Slab<Fp16>;
   static constexpr int kRowBlock = kMostRows;
+  static constexpr int kFewRows = 8;  // leave the matrix unit too empty
 
   static int64_t row_tiles(int rows) { return (rows + 15) / 16; }
 

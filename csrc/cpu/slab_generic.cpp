@@ -91,9 +91,9 @@ void multiply_prepared(const Matrix& w, int64_t out_tile, int tiles, const void*
 }  // namespace
 
 const SlabKernels& generic_slab_kernels() {
-  static const SlabKernels kernels{"generic",      decode,  product,           kRowBlock,
-                                   prepared_bytes, prepare, multiply_prepared, rotate,
-                                   finish,         write};
+  static const SlabKernels kernels{"generic", decode,         product, kRowBlock,
+                                   0,         prepared_bytes, prepare, multiply_prepared,
+                                   rotate,    finish,         write};
   return kernels;
 }
 

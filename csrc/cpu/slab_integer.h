@@ -120,7 +120,7 @@ void prefetch(const int16_t* packed, int64_t stride) {
 
 template <typename V>
 struct Slab {
-  static constexpr int kRowBlock = trellis::kRowBlock;
+  static constexpr int kRowBlock = trellis::kRowBlock, kFewRows = 0;
   static constexpr int kParts = kStrip / V::kLanes;  // vectors of a strip
   using Words = typename V::Words;
   using Lanes = typename V::Lanes;  // of the sums of a strip
@@ -270,6 +270,7 @@ SlabKernels integer_kernels(const char* name) {
           generic_slab_kernels().decode,
           product<Kernel>,
           Kernel::kRowBlock,
+          Kernel::kFewRows,
           Kernel::prepared_bytes,
           Kernel::prepare,
           Kernel::multiply,

@@ -18,9 +18,9 @@ ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx", "neon"
 """In the order of the bits that torch.ops.trellis_ops._cpu_isas() sets."""
 
 
-def gemm_kernel() -> str:
-    """Of trellis_gemm on this processor: the last that it can run."""
-    return ISAS[torch.ops.trellis_ops._cpu_isas().bit_length() - 1]
+def gemm_kernel(rows: int) -> str:
+    """The kernel that trellis_gemm runs on this processor for that many rows."""
+    return ISAS[torch.ops.trellis_ops._cpu_gemm_isa(rows)]
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
