@@ -47,22 +47,17 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
   const Output output{out, out_dtype, out_columns, bias, bias_dtype};
   const Scratch parts(kernels, w, x.count, scratch);
-  parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      kernels.rotate(w, x, r, parts.rows + r * w.in_features(), parts.scales + r);
-  });
-
   const int64_t row_blocks = (x.count + kernels.row_block - 1) / kernels.row_block;
-  const auto rows_of = [&](int64_t row_block) {
+  const auto rows_of = [&](int64_t block) {
     return static_cast<int>(
-        std::min<int64_t>(kernels.row_block, x.count - row_block * kernels.row_block));
+        std::min<int64_t>(kernels.row_block, x.count - block * kernels.row_block));
   };
-  const int64_t input_blocks = (w.in_features() + kInputBlock - 1) / kInputBlock;
-  parallel_for(row_blocks * input_blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t block = item / input_blocks;
-      kernels.prepare(w, parts.rows + block * kernels.row_block * w.in_features(), w.in_features(),
-                      rows_of(block), item % input_blocks,
+  parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* const row = parts.rows + r * w.in_features();
+      kernels.rotate(w, x, r, row, parts.scales + r);
+      const int64_t block = r / kernels.row_block;
+      kernels.prepare(w, row, static_cast<int>(r % kernels.row_block), rows_of(block),
                       parts.prepared + block * parts.block_bytes);
     }
   });

@@ -70,8 +70,6 @@ constexpr int kSlabColumns = 128;
 constexpr int kRowBlock = 64;
 // No kernel's row_block is larger.
 constexpr int kMostRows = 512;
-// Inputs that `prepare` takes at a time.
-constexpr int kInputBlock = 128;
 
 struct SlabKernels {
   const char* name;
@@ -82,12 +80,11 @@ struct SlabKernels {
   void (*product)(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
                   int rows, float* sums);
   // The same in two steps, the first for all column blocks and up to `row_block` rows together:
-  // `prepare` brings one block of inputs into the kernel's own form, and `multiply` takes it from there.
+  // `prepare` brings one of them into the kernel's own form, and `multiply` takes them from there.
   int row_block;
   int few_rows;  // up to which the kernel of the instruction set below does the work
   int64_t (*prepared_bytes)(const Matrix& w, int rows);
-  void (*prepare)(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
-                  void* prepared);
+  void (*prepare)(const Matrix& w, const float* x, int row, int rows, void* prepared);
   void (*multiply)(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
                    float* sums);
   // out[in_features] = H(row of x * suh), divided by a power of two that goes into *scale; a side without

@@ -102,32 +102,31 @@ struct Amx {
     return row_tiles(rows) * input_blocks(w) * static_cast<int64_t>(sizeof(RowTile));
   }
 
-  static void prepare(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
-                      void* prepared) {
-    if (rows <= kFewRows) return Few::prepare(w, x, x_stride, rows, block, prepared);
-    const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - block * kDepth));
+  static void prepare(const Matrix& w, const float* x, int row, int rows, void* prepared) {
+    if (rows <= kFewRows) return Few::prepare(w, x, row, rows, prepared);
+    RowTile* const tiles = static_cast<RowTile*>(prepared) + row / 16;
+    quantise_row<Fp16>(w, x, [&](int64_t block, const Inputs& inputs) {
+      put(inputs, row % 16, tiles[block * row_tiles(rows)]);
+    });
+    if (row + 1 < rows) return;
+    const Inputs inputs = {};  // the last tile may have room for more rows
+    for (int empty = rows % 16; empty % 16 != 0; ++empty)
+      for (int64_t block = 0; block < input_blocks(w); ++block)
+        put(inputs, empty, tiles[block * row_tiles(rows)]);
+  }
+
+  static void put(const Inputs& inputs, int row, RowTile& to) {
     const __m512i places =
         _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    with_codebook<Fp16>(w, [&](const auto& codebook) {
-      Inputs inputs;
-      for (int first = 0; first < rows; first += 16) {
-        RowTile& tile = static_cast<RowTile*>(prepared)[block * row_tiles(rows) + first / 16];
-        std::memset(&tile, 0, sizeof(tile));
-        for (int r = 0; r < std::min(16, rows - first); ++r) {
-          quantise<Fp16>(x + (first + r) * x_stride + block * kInputBlock, depth, codebook.kLargest,
-                         inputs);
-          tile.scales[r] = inputs.scale;
-          tile.totals[r] = inputs.total;
-          for (int s = 0; s < kSteps; ++s) {
-            const int16_t (*const words)[kStrip] = inputs.words + 4 * s;
-            const StripBytes bytes = bytes_of(Fp16::load(words[0]), Fp16::load(words[1]),
-                                              Fp16::load(words[2]), Fp16::load(words[3]));
-            _mm512_i32scatter_epi32(tile.steps[s].upper[0] + 4 * r, places, bytes.upper[0], 4);
-            _mm512_i32scatter_epi32(tile.steps[s].lower[0] + 4 * r, places, bytes.lower[0], 4);
-          }
-        }
-      }
-    });
+    to.scales[row] = inputs.scale;
+    to.totals[row] = inputs.total;
+    for (int s = 0; s < kSteps; ++s) {
+      const int16_t (*const words)[kStrip] = inputs.words + 4 * s;
+      const StripBytes bytes = bytes_of(Fp16::load(words[0]), Fp16::load(words[1]),
+                                        Fp16::load(words[2]), Fp16::load(words[3]));
+      _mm512_i32scatter_epi32(to.steps[s].upper[0] + 4 * row, places, bytes.upper[0], 4);
+      _mm512_i32scatter_epi32(to.steps[s].lower[0] + 4 * row, places, bytes.lower[0], 4);
+    }
   }
 
   // Steps of one output tile: [column][64 inputs].
@@ -275,6 +274,11 @@ struct Amx {
       if (item + 1 < items) decode_item(item + 1);
       const RowTile* const row_tile = inputs + item / pairs * count;
       for (int64_t tile = 0; tile < count; ++tile, turn ^= 1) {
+        // A part of what the next block of inputs needs, which may be beyond the second-level cache.
+        constexpr int kPart = sizeof(RowTile) / 4;
+        const char* const next =
+            reinterpret_cast<const char*>(row_tile + count + tile) + item % pairs * kPart;
+        for (int byte = 0; byte < kPart; byte += 64) __builtin_prefetch(next + byte, 0, 2);
         meet<kShift>(weights[item % 2], row_tile[tile], found[turn ^ 1], found[turn]);
         found[turn].scales = row_tile[tile].scales;
         found[turn].sums = sums + (tile * kSlabColumns + item % pairs * 32) * 16;

@@ -1,5 +1,4 @@
 // Decoding and multiplying slabs of 16 x 128 weights in plain C++, for any machine.
-#include <algorithm>
 #include <cstring>
 
 #include "../rates.h"
@@ -74,13 +73,9 @@ int64_t prepared_bytes(const Matrix& w, int rows) {
   return rows * w.in_features() * static_cast<int64_t>(sizeof(float));
 }
 
-void prepare(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
-             void* prepared) {
-  const int64_t first = block * kInputBlock;
-  const int64_t count = std::min<int64_t>(kInputBlock, w.in_features() - first);
-  for (int r = 0; r < rows; ++r)
-    std::memcpy(static_cast<float*>(prepared) + r * w.in_features() + first,
-                x + r * x_stride + first, sizeof(float) * count);
+void prepare(const Matrix& w, const float* x, int row, int, void* prepared) {
+  std::memcpy(static_cast<float*>(prepared) + row * w.in_features(), x,
+              sizeof(float) * w.in_features());
 }
 
 void multiply_prepared(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,

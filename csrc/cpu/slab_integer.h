@@ -24,9 +24,9 @@
 namespace trellis {
 namespace {
 
-constexpr int kStrips = 8;                // of a tile
-constexpr int kStrip = 32;                // weights of a strip
-constexpr int kDepth = kInputBlock / 16;  // tiles, one above the other, that share a scale
+constexpr int kStrips = 8;  // of a tile
+constexpr int kStrip = 32;  // weights of a strip
+constexpr int kDepth = 8;   // tiles, one above the other, that share a scale: 128 inputs
 
 // Bit of the stream at which the state of weight `position` begins; below 0: before the tile's end.
 constexpr int state_begin(int position, int words) { return (position + 1) * words / 16 - 16; }
@@ -95,6 +95,20 @@ void with_codebook(const Matrix& w, F f) {
     default:
       return f(typename V::Lookup{{}, w.values});
   }
+}
+
+// take(block, inputs) for each block of a row's inputs.
+template <typename V, typename Take>
+void quantise_row(const Matrix& w, const float* x, const Take& take) {
+  with_codebook<V>(w, [&](const auto& codebook) {
+    Inputs inputs;
+    for (int64_t block = 0; block < input_blocks(w); ++block) {
+      const int64_t in_tile = block * kDepth;
+      const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - in_tile));
+      quantise<V>(x + in_tile * 16, depth, codebook.kLargest, inputs);
+      take(block, inputs);
+    }
+  });
 }
 
 // Sums of integers become sums of weights.
@@ -224,14 +238,9 @@ struct Slab {
     return rows * input_blocks(w) * static_cast<int64_t>(sizeof(Inputs));
   }
 
-  static void prepare(const Matrix& w, const float* x, int64_t x_stride, int rows, int64_t block,
-                      void* prepared) {
-    const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - block * kDepth));
-    with_codebook<V>(w, [&](const auto& codebook) {
-      for (int r = 0; r < rows; ++r)
-        quantise<V>(x + r * x_stride + block * kDepth * 16, depth, codebook.kLargest,
-                    static_cast<Inputs*>(prepared)[r * input_blocks(w) + block]);
-    });
+  static void prepare(const Matrix& w, const float* x, int row, int, void* prepared) {
+    Inputs* const inputs = static_cast<Inputs*>(prepared) + row * input_blocks(w);
+    quantise_row<V>(w, x, [&](int64_t block, const Inputs& of) { inputs[block] = of; });
   }
 
   static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
@@ -259,8 +268,7 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
   static thread_local std::vector<Inputs> prepared;
   const size_t bytes = static_cast<size_t>(Kernel::prepared_bytes(w, rows));
   if (prepared.size() * sizeof(Inputs) < bytes) prepared.resize(bytes / sizeof(Inputs) + 1);
-  for (int64_t block = 0; block < input_blocks(w); ++block)
-    Kernel::prepare(w, x, x_stride, rows, block, prepared.data());
+  for (int r = 0; r < rows; ++r) Kernel::prepare(w, x + r * x_stride, r, rows, prepared.data());
   Kernel::multiply(w, out_tile, tiles, prepared.data(), rows, sums);
 }
 
