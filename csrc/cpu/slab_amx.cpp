@@ -4,22 +4,18 @@
 // products of bytes give the same exact sums of 128 products, so a row has the same bits here as where few
 // rows make vectors the better choice.
 #ifdef TRELLIS_X86
-#include <type_traits>
-
 #include "slab_fp16_avx512.h"
 
 namespace trellis {
 namespace {
 
-// How a codebook's integers become bytes: shifted up by kShift, so that the upper byte is used well.
+// How far a codebook's integers are shifted up before they are cut, as far as sixteen bits allow.
 template <typename Codebook>
-struct Bytes {
-  static constexpr int kShift = std::is_base_of_v<HalvesRange, Codebook>    ? 2
-                                : std::is_base_of_v<ByteSumRange, Codebook> ? 5
-                                                                            : 2;
-};
-static_assert(HalvesRange::kLargest * 4 <= 32768 && ByteSumRange::kLargest * 32 <= 32768 &&
-              LookupRange::kLargest * 4 <= 32768);
+constexpr int shift_of() {
+  int shift = 0;
+  while (Codebook::kLargest * (2 << shift) <= 32768) ++shift;
+  return shift;
+}
 
 // Four tiles, 64 inputs, at a time: one step of the matrix unit.
 constexpr int kSteps = kDepth / 4;
@@ -144,7 +140,7 @@ struct Amx {
         constexpr int c = decltype(index)::value;
         const auto words = [&](int i) {
           return _mm512_slli_epi16(codebook.value(Fp16::states<kWords, c>(tiles[i])),
-                                   Bytes<Codebook>::kShift);
+                                   shift_of<Codebook>());
         };
         const StripBytes bytes = bytes_of(words(0), words(1), words(2), words(3));
         for (int h = 0; h < 2; ++h) {
@@ -164,7 +160,7 @@ struct Amx {
     int32_t highest[16][16], middle[16][16], lowest[16][16];
   };
 
-  // sums[column][row] += scale * parts, for two of two output tiles' columns.
+  // sums[column][row] += scale * parts, for two of the columns of two output tiles.
   template <int kShift, int kColumn>
   static void add(const Parts (&parts)[2], __m512 scales, float* sums) {
     for (int c = kColumn; c < kColumn + 2; ++c) {
@@ -250,7 +246,7 @@ struct Amx {
   template <int kWords, typename Codebook>
   static void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int tiles,
                          const RowTile* inputs, int rows, float* sums) {
-    constexpr int kShift = Bytes<Codebook>::kShift;
+    constexpr int kShift = shift_of<Codebook>();
     Step weights[2][2][kSteps];
     const int64_t stride = w.out_tiles * kWords, count = row_tiles(rows);
     const int64_t pairs = (tiles + 1) / 2, items = input_blocks(w) * pairs;

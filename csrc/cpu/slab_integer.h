@@ -40,15 +40,16 @@ constexpr int input_of(int weight) {
 struct HalvesRange {
   static constexpr float kLargest = 8192, kScale = 0x1p-11f, kOffset = 0;
 };
-// Where a codebook's integers are a quarter of finer ones and ties are rounded up, they are this too large
-// on average, which many inputs of one sign would make felt.
-constexpr float kTiesUp = -0.125f;
 struct ByteSumRange {
   static constexpr float kLargest = 1020, kScale = kMul1Scale, kOffset = kMul1Offset / kMul1Scale;
 };
 struct LookupRange {  // E4M3 values are exact, and no FP16 value reaches 6.5
   static constexpr float kLargest = 6656, kScale = 0x1p-10f, kOffset = 0;
 };
+
+// kOffset where integers are a quarter of finer ones and ties are rounded up: on average they are too
+// large, which many inputs of one sign would make felt.
+constexpr float kTiesUp = -0.125f;
 
 // The activations of up to kDepth tiles of one row.
 struct alignas(64) Inputs {
@@ -69,7 +70,7 @@ void quantise(const float* x, int depth, float largest_weight, Inputs& to) {
     to.scale = to.total = magnitude - magnitude;
     return;
   }
-  // Less half a unit for the rounding of each integer.
+  // Half a unit less for the rounding of each integer.
   const float room = 2147483000.0f / largest_weight - 8 * kDepth;
   float factor = 1.0f;
   if (largest > 0) {
@@ -228,6 +229,8 @@ struct Slab {
         } else {
           decode<kWords>(packed, stride, depth, codebook, weights, Vectors{});
           int row = meet_while<V::kRowsAtOnce>(weights, depth, inputs, blocks, 0, rows, to);
+          if (V::kRowsAtOnce > 2)
+            row = meet_while<2>(weights, depth, inputs, blocks, row, rows, to);
           meet_while<1>(weights, depth, inputs, blocks, row, rows, to);
         }
       }
