@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     bandwidth = bench.read_bandwidth()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=140)
     results = []
     cases = [(c, b) for c in codebooks for b in rates if b in rates_of(c)]
     for in_features, out_features in shapes:
