@@ -34,7 +34,7 @@ struct Newer {
 int64_t available_isas() {
   int64_t isas = 1 << kGeneric;
 #ifdef TRELLIS_X86
-  // The same sets that setup.py compiles *_avx2.cpp and *_avx512.cpp for.
+  // The same sets that setup.py compiles files for, by the endings of their names.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
   if (avx2) isas |= 1 << kAvx2;
