@@ -53,7 +53,16 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 # these instructions.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-ISA_FLAGS = {"_avx2": (IS_X86, AVX2), "_avx512": (IS_X86, AVX512), "_neon": (IS_ARM, [])}
+AVX512VNNI = [*AVX512, "-mavx512vbmi", "-mavx512vnni"]
+AVX512FP16 = [*AVX512VNNI, "-mavx512fp16"]
+ISA_FLAGS = {
+    "_avx2": (IS_X86, AVX2),
+    "_avx512": (IS_X86, AVX512),
+    "_avx512vnni": (IS_X86, AVX512VNNI),
+    "_avx512fp16": (IS_X86, AVX512FP16),
+    "_amx": (IS_X86, [*AVX512FP16, "-mamx-tile", "-mamx-int8"]),
+    "_neon": (IS_ARM, []),
+}
 
 # No contraction: the generic and the vector kernels must round alike, so a fused multiply-add is
 # always written out.

@@ -65,13 +65,13 @@ Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
   Tensor out = torch::stable::new_empty(x, shape, out_dtype);
   const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return out;
-  Tensor scratch =
-      torch::stable::new_empty(x, {trellis::gemm_scratch_floats(w, count)}, ScalarType::Float);
+  const trellis::SlabKernels& kernels = trellis::slab_kernels(static_cast<trellis::Isa>(isa));
+  Tensor scratch = torch::stable::new_empty(x, {trellis::gemm_scratch_floats(kernels, w, count)},
+                                            ScalarType::Float);
   const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
                            x.size(x.dim() - 1)};
   Tensor added = bias ? torch::stable::contiguous(*bias) : Tensor();
-  trellis::gemm(trellis::slab_kernels(static_cast<trellis::Isa>(isa)), w, view,
-                bias ? added.const_data_ptr() : nullptr,
+  trellis::gemm(kernels, w, view, bias ? added.const_data_ptr() : nullptr,
                 bias ? dtype_of(bias->scalar_type()) : trellis::DType::Float,
                 static_cast<float*>(scratch.mutable_data_ptr()), out.mutable_data_ptr(),
                 dtype_of(out_dtype), out_features);
@@ -152,6 +152,8 @@ std::tuple<Tensor, Tensor> quantize_tiles(Tensor tiles, int64_t tile_words, int6
 
 int64_t cpu_isas() { return trellis::available_isas(); }
 
+int64_t cpu_gemm_isa(int64_t rows) { return trellis::gemm_isa(rows); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
@@ -166,4 +168,5 @@ STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CompositeExplicitAutograd, m) {
   m.impl("_cpu_isas", TORCH_BOX(&cpu_isas));
+  m.impl("_cpu_gemm_isa", TORCH_BOX(&cpu_gemm_isa));
 }

@@ -26,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from trellis_ops import CODEBOOKS, Exl3Linear
+from trellis_ops.cli.env import gemm_kernel
 from trellis_ops.formats.codebooks import rates_of
 from trellis_ops.integrations import load_model, save_model
 from trellis_ops.quantize import HessianCapture, quantize_model
@@ -104,6 +105,7 @@ def main() -> None:
     table.add_row("bytes, all weights (original in BF16)", *thousands(before[1], after[1]))
     table.add_row("mean KL divergence from the original, nats", "", f"{divergence:.4f}")
     table.add_row("same most likely token as the original", "", f"{agreement:.1%}")
+    table.add_row("kernel of one token's products", "", gemm_kernel(1))
     table.add_row("tokens/s, eager", f"{speed_before:.1f}", f"{speed_eager:.1f}")
     table.add_row("tokens/s, torch.compile", "", f"{speed_compiled:.1f}", end_section=True)
     for name, seconds in times.items():

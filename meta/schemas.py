@@ -62,6 +62,8 @@ SCHEMAS: dict[str, str] = {
         "(int tokens, int top_k, int experts, int slices, int hidden, int intermediate, bool cuda)"
         " -> int"
     ),
+    # Private: the instruction set that trellis_gemm runs on for that many rows.
+    "_cpu_gemm_isa": "(int rows) -> int",
 }
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

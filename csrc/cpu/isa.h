@@ -9,12 +9,15 @@
 namespace trellis {
 
 // Slowest to fastest; the order of trellis_ops/cli/env.py and of the tests.
-enum Isa { kGeneric = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Fp16, kAmx, kNeon };
 
 // Bit i set: Isa i can run here.
 int64_t available_isas();
 
 Isa best_isa();
+
+// What gemm runs on for so many rows, where best_isa() is asked for.
+Isa gemm_isa(int64_t rows);
 
 SearchTile search_kernel(Isa isa);
 const SlabKernels& slab_kernels(Isa isa);

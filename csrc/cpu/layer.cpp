@@ -1,84 +1,83 @@
 #include "layer.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "../parallel.h"
 #include "hadamard.h"
+#include "isa.h"
 
 namespace trellis {
 namespace {
 
-// Power of two that brings the largest element of a row into [1, 2), so that neither the Hadamard
-// sums nor the product overflow float32 whatever the activations are. Its inverse is exact too.
-float row_scale(const Rows& x, int64_t row) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < x.columns; ++i)
-    largest = std::max(largest, std::fabs(load(x.data, row * x.columns + i, x.dtype)));
-  if (!(largest > 0.0f) || !std::isfinite(largest)) return 1.0f;
-  return std::ldexp(1.0f, std::clamp(std::ilogb(largest), -100, 126));
-}
+// Where the parts of gemm's scratch begin; what is prepared takes whole cache lines.
+struct Scratch {
+  float *rows, *scales;
+  char* prepared;
+  int64_t block_bytes;  // of kernels.row_block rows
+
+  Scratch(const SlabKernels& kernels, const Matrix& w, int64_t count, float* scratch)
+      : rows(scratch),
+        scales(rows + count * w.in_features()),
+        prepared(
+            reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scales + count) + 63) / 64 * 64)),
+        block_bytes(kernels.prepared_bytes(w, kernels.row_block)) {}
+};
 
 }  // namespace
 
+int64_t gemm_scratch_floats(const SlabKernels& kernels, const Matrix& w, int64_t rows) {
+  const int64_t blocks = rows / kernels.row_block;
+  const int64_t bytes = blocks * kernels.prepared_bytes(w, kernels.row_block) +
+                        kernels.prepared_bytes(w, static_cast<int>(rows % kernels.row_block));
+  return rows * (w.in_features() + 1) + (bytes + 63) / 4 + 1;
+}
+
 void rotate_row(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale) {
-  *scale = row_scale(x, row);
-  const float inverse = 1.0f / *scale;
-  const int64_t features = w.in_features();
-  for (int64_t i = 0; i < features; ++i) {
-    float value = 0.0f;
-    if (i < x.columns) value = load(x.data, row * x.columns + i, x.dtype) * inverse;
-    out[i] = w.suh != nullptr ? value * float_from_half(w.suh[i]) : value;
-  }
-  if (w.suh == nullptr) return;
-  for (int64_t block = 0; block < features; block += kHadamard) {
-    hadamard_128(out + block);
-    for (int i = 0; i < kHadamard; ++i) out[block + i] *= static_cast<float>(kInvSqrt128);
-  }
+  slab_kernels(best_isa()).rotate(w, x, row, out, scale);
 }
 
 void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, int tiles,
                 const float* rows, const float* scales, int count, float* sums) {
   kernels.product(w, out_tile, tiles, rows, w.in_features(), count, sums);
-  for (int r = 0; r < count; ++r) {
-    float* row = sums + r * kSlabColumns;
-    if (w.svh != nullptr) hadamard_128(row);
-    for (int c = 0; c < tiles * 16; ++c) {
-      if (w.svh != nullptr)
-        row[c] *= static_cast<float>(kInvSqrt128) * float_from_half(w.svh[out_tile * 16 + c]);
-      row[c] *= scales[r];
-    }
-  }
+  for (int r = 0; r < count; ++r)
+    kernels.finish(w, out_tile * 16, tiles * 16, scales[r], sums + r * kSlabColumns);
 }
 
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
-  float* rows = scratch;
-  float* scales = scratch + x.count * w.in_features();
+  const Output output{out, out_dtype, out_columns, bias, bias_dtype};
+  const Scratch parts(kernels, w, x.count, scratch);
+  const int64_t row_blocks = (x.count + kernels.row_block - 1) / kernels.row_block;
+  const auto rows_of = [&](int64_t block) {
+    return static_cast<int>(
+        std::min<int64_t>(kernels.row_block, x.count - block * kernels.row_block));
+  };
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      rotate_row(w, x, r, rows + r * w.in_features(), scales + r);
+    for (int64_t r = begin; r < end; ++r) {
+      float* const row = parts.rows + r * w.in_features();
+      kernels.rotate(w, x, r, row, parts.scales + r);
+      const int64_t block = r / kernels.row_block;
+      kernels.prepare(w, row, static_cast<int>(r % kernels.row_block), rows_of(block),
+                      parts.prepared + block * parts.block_bytes);
+    }
   });
 
   const int64_t column_blocks = (w.out_tiles + 7) / 8;
-  const int64_t row_blocks = (x.count + kRowBlock - 1) / kRowBlock;
   parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
+    alignas(64) static thread_local float sums[kMostRows * kSlabColumns];
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first_row = item / column_blocks * kRowBlock;
-      const int64_t out_tile = item % column_blocks * 8;
-      const int count = static_cast<int>(std::min<int64_t>(kRowBlock, x.count - first_row));
+      const int64_t block = item / column_blocks, out_tile = item % column_blocks * 8;
       const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
-      gemm_block(kernels, w, out_tile, tiles, rows + first_row * w.in_features(),
-                 scales + first_row, count, sums);
+      const int count = rows_of(block);
+      kernels.multiply(w, out_tile, tiles, parts.prepared + block * parts.block_bytes, count, sums);
       const int64_t first_column = out_tile * 16;
-      const int64_t columns = std::min<int64_t>(tiles * 16, out_columns - first_column);
+      const int columns =
+          static_cast<int>(std::min<int64_t>(tiles * 16, out_columns - first_column));
       for (int r = 0; r < count; ++r) {
-        for (int64_t c = 0; c < columns; ++c) {
-          float value = sums[r * kSlabColumns + c];
-          if (bias != nullptr) value += load(bias, first_column + c, bias_dtype);
-          store(out, (first_row + r) * out_columns + first_column + c, out_dtype, value);
-        }
+        const int64_t row = block * kernels.row_block + r;
+        float* const values = sums + r * kSlabColumns;
+        kernels.finish(w, first_column, columns, parts.scales[row], values);
+        kernels.write(output, row, first_column, columns, values);
       }
     }
   });

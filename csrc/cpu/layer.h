@@ -31,10 +31,16 @@ struct Rows {
   int64_t count, columns;
 };
 
-// Floats of scratch that gemm needs: the transformed rows and one scale each.
-inline int64_t gemm_scratch_floats(const Matrix& w, int64_t rows) {
-  return rows * (w.in_features() + 1);
-}
+struct Output {  // contiguous rows of results
+  void* data;
+  DType dtype;
+  int64_t columns;
+  const void* bias;  // `columns` values that are added to each row, or null
+  DType bias_dtype;
+};
+
+// Floats of scratch that gemm needs: rotated rows and one scale each, and what `prepare` makes of them.
+int64_t gemm_scratch_floats(const SlabKernels& kernels, const Matrix& w, int64_t rows);
 
 // out[rows, out_columns] = H(H(x * suh) @ decode(trellis)) * svh + bias.
 // Each result is a float32 sum in an order that depends on neither the row count nor the threads.
@@ -60,21 +66,43 @@ void hadamard_blocks(const void* x, void* out, DType dtype, int64_t blocks);
 // ---- the seam for instruction sets ----------------------------------------------------------
 // 16 x 128 decoded weights (fewer columns at a ragged edge), rows are inputs.
 constexpr int kSlabColumns = 128;
-// Rows that share one decoding: what they need meanwhile stays in the second-level cache.
+// Rows that share one decoding, at least: what they need meanwhile stays in the second-level cache.
 constexpr int kRowBlock = 64;
+// No kernel's row_block is larger.
+constexpr int kMostRows = 512;
 
 struct SlabKernels {
   const char* name;
   // slab[16][128] of input tile `in_tile`, output tiles [out_tile, out_tile + tiles).
   void (*decode)(const Matrix& w, int64_t in_tile, int64_t out_tile, int tiles, float* slab);
   // sums[rows][128] = x[rows][in_features] (row stride x_stride) @ decode(a column block of `tiles`
-  // tiles). A row's sums do not depend on how many rows there are.
+  // tiles), for up to kRowBlock rows. A row's sums do not depend on how many rows there are.
   void (*product)(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64_t x_stride,
                   int rows, float* sums);
+  // The same in two steps, the first for all column blocks and up to `row_block` rows together:
+  // `prepare` brings one of them into the kernel's own form, and `multiply` takes them from there.
+  int row_block;
+  int few_rows;  // up to which the kernel of the instruction set below does the work
+  int64_t (*prepared_bytes)(const Matrix& w, int rows);
+  void (*prepare)(const Matrix& w, const float* x, int row, int rows, void* prepared);
+  void (*multiply)(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
+                   float* sums);
+  // out[in_features] = H(row of x * suh), divided by a power of two that goes into *scale; a side without
+  // its vector is left alone.
+  void (*rotate)(const Matrix& w, const Rows& x, int64_t row, float* out, float* scale);
+  // values[128] = H(values) * svh * scale, of which `columns` count
+  void (*finish)(const Matrix& w, int64_t first_column, int columns, float scale, float* values);
+  // out[row][first_column + i] = values[i] + bias, up to 128 of them; overwrites values.
+  void (*write)(const Output& out, int64_t row, int64_t first_column, int columns, float* values);
 };
 
 const SlabKernels& generic_slab_kernels();
+const SlabKernels& avx2_slab_kernels();
 const SlabKernels& avx512_slab_kernels();
 const SlabKernels& exact_avx512_slab_kernels();
+const SlabKernels& avx512vnni_slab_kernels();
+const SlabKernels& avx512fp16_slab_kernels();
+const SlabKernels& amx_slab_kernels();
+const SlabKernels& neon_slab_kernels();
 
 }  // namespace trellis

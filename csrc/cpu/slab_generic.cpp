@@ -3,6 +3,7 @@
 
 #include "../rates.h"
 #include "layer.h"
+#include "rows.h"
 
 namespace trellis {
 namespace {
@@ -68,10 +69,26 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
   }
 }
 
+int64_t prepared_bytes(const Matrix& w, int rows) {
+  return rows * w.in_features() * static_cast<int64_t>(sizeof(float));
+}
+
+void prepare(const Matrix& w, const float* x, int row, int, void* prepared) {
+  std::memcpy(static_cast<float*>(prepared) + row * w.in_features(), x,
+              sizeof(float) * w.in_features());
+}
+
+void multiply_prepared(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
+                       float* sums) {
+  product(w, out_tile, tiles, static_cast<const float*>(prepared), w.in_features(), rows, sums);
+}
+
 }  // namespace
 
 const SlabKernels& generic_slab_kernels() {
-  static const SlabKernels kernels{"generic", decode, product};
+  static const SlabKernels kernels{"generic", decode,         product, kRowBlock,
+                                   0,         prepared_bytes, prepare, multiply_prepared,
+                                   rotate,    finish,         write};
   return kernels;
 }
 

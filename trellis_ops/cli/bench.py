@@ -3,8 +3,12 @@
 
 A row is one matrix and one number of rows m: the whole quantised layer (both transforms, product,
 scales) against the dense product alone. Weights rotate through more copies than the cache holds, so
-that every call reads them from memory; on a GPU the calls are replayed from one CUDA graph. Times
-are medians.
+that every call reads them from memory.
+
+On a GPU the calls are replayed from one CUDA graph, and times are medians. On a CPU the peers are
+also a dense FP32 layer and, where the package glq is installed, its 3INST product (no transforms);
+all take turns call by call, so that a clock that moves moves all, and times are best quartiles: of
+the thread's own time where there is one thread, which other programs do not lengthen.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import util
 from pathlib import Path
 
 import torch
@@ -49,6 +54,9 @@ class Row:
     us: float
     dense_us: float
     kernel: str
+    threads: int | None = None  # of a CPU
+    float32_us: float | None = None
+    glq_us: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -82,6 +90,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
         "--bits", help="rates, comma-separated; moe: also mixed, a third each of 3, 4 and 5"
     )
     parser.add_argument("--codebook", default="mcg,mul1", help="comma-separated")
+    parser.add_argument("--threads", type=int, help="of a CPU; default: torch's own number")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="linear: draw the ratios there")
     return parser
@@ -91,6 +100,10 @@ def run(options: argparse.Namespace) -> int:
     moe = options.what == "moe"
     options.m = options.m or (MOE_ROWS if moe else ROWS)
     options.bits = options.bits or ("3,4,mixed" if moe else "4")
+    if options.threads is not None:
+        if options.device == "cuda" or options.threads < 1:
+            raise ValueError(f"--threads {options.threads}: expected a positive number, for a CPU")
+        torch.set_num_threads(options.threads)
     if moe:
         from . import bench_moe  # which imports this module
 
@@ -103,26 +116,12 @@ def run(options: argparse.Namespace) -> int:
     bandwidth = bench.read_bandwidth()
     console = wide_console()
     results = []
+    cases = [(c, b) for c in codebooks for b in rates if b in rates_of(c)]
     for in_features, out_features in shapes:
         for m in rows_of_x:
-            x = torch.randn(m, in_features, dtype=torch.bfloat16, device=bench.device)
-            dense_us = bench.time(_dense_calls(bench, x, out_features))
-            for codebook in codebooks:
-                for bits in (rate for rate in rates if rate in rates_of(codebook)):
-                    calls = _trellis_calls(bench, x, out_features, bits, codebook)
-                    row = Row(
-                        in_features,
-                        out_features,
-                        m,
-                        bits,
-                        codebook,
-                        bench.time(calls),
-                        dense_us,
-                        bench.kernel(calls[0]),
-                    )
-                    results.append(row)
-                    if sys.stderr.isatty():
-                        print(f"\r{in_features}x{out_features} m={m} ", end="", file=sys.stderr)
+            results += bench.rows(in_features, out_features, m, cases)
+            if sys.stderr.isatty():
+                print(f"\r{in_features}x{out_features} m={m} ", end="", file=sys.stderr)
     console.print(_table(results, bench, bandwidth))
     if options.json:
         write(options, results, bench, bandwidth)
@@ -157,9 +156,9 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def _dense_calls(bench, x: torch.Tensor, out_features: int) -> list[Callable[[], torch.Tensor]]:
-    size = x.shape[1] * out_features * 2
+    size = x.shape[1] * out_features * x.element_size()
     weights = [
-        torch.randn(out_features, x.shape[1], dtype=torch.bfloat16, device=x.device)
+        torch.randn(out_features, x.shape[1], dtype=x.dtype, device=x.device)
         for _ in range(bench.copies(size))
     ]
     return [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]
@@ -182,6 +181,22 @@ def _trellis_calls(
     return [lambda part=part: ops.trellis_gemm(x, *part, codebook=codebook) for part in layers]
 
 
+def _glq_calls(bench, x: torch.Tensor, out_features: int, bits: float):
+    """GLQ's product of 3INST weights, or None: it takes up to eight rows at three rates."""
+    if util.find_spec("glq") is None or bits not in (2, 3, 4) or x.shape[0] > 8:
+        return None
+    from glq import inference_kernel_cpu
+
+    product = inference_kernel_cpu.require_cpu_ext().glq_decode_matmul_trellis_3inst_cpu
+    in_features = x.shape[1]
+    shape = (in_features // 16 * (out_features // 16), int(16 * bits))
+    layers = [
+        torch.randint(-32768, 32768, shape, dtype=torch.int16)
+        for _ in range(bench.copies(in_features * out_features * bits / 8))
+    ]
+    return [lambda part=part: product(x, part, out_features, in_features) for part in layers]
+
+
 class _Cuda:
     """Medians of graph replays, each over every copy of the weights."""
 
@@ -194,6 +209,17 @@ class _Cuda:
 
     def copies(self, size: float) -> int:
         return max(3, int(self.unit / size) + 1)
+
+    def rows(self, in_features: int, out_features: int, m: int, cases) -> list[Row]:
+        x = torch.randn(m, in_features, dtype=torch.bfloat16, device=self.device)
+        dense_us = self.time(_dense_calls(self, x, out_features))
+        rows = []
+        for codebook, bits in cases:
+            calls = _trellis_calls(self, x, out_features, bits, codebook)
+            us = self.time(calls)
+            shape = (in_features, out_features, m, bits, codebook)
+            rows.append(Row(*shape, us, dense_us, self.kernel(calls[0])))
+        return rows
 
     def machine(self) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(0)
@@ -250,11 +276,13 @@ class _Cuda:
 
 
 class _Cpu:
+    """Best quartiles of calls that take turns."""
+
     device = "cpu"
     unit = 400 << 20
 
     def copies(self, size: float) -> int:
-        return max(2, min(16, int(self.unit / size) + 1))
+        return max(2, min(8, int(self.unit / size) + 1))
 
     def machine(self) -> dict[str, str]:
         name = next(
@@ -267,43 +295,82 @@ class _Cpu:
         )
         return {"CPU": name, "threads": str(torch.get_num_threads())}
 
-    def time(self, calls: list[Callable[[], torch.Tensor]], repeats: int = 5) -> float:
-        for call in calls[:2]:
-            call()
-        times = []
-        for i in range(max(repeats, len(calls))):
-            start = time.perf_counter()
-            calls[i % len(calls)]()
-            times.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(times)
+    def rows(self, in_features: int, out_features: int, m: int, cases) -> list[Row]:
+        x = torch.randn(m, in_features)
+        half = x.bfloat16()
+        peers = {
+            "bfloat16": _dense_calls(self, half, out_features),
+            "float32": _dense_calls(self, x, out_features),
+        }
+        for bits in sorted({bits for _, bits in cases}):
+            calls = _glq_calls(self, x, out_features, bits)
+            if calls:
+                peers[f"glq {bits:g}"] = calls
+        ours = {
+            (codebook, bits): _trellis_calls(self, half, out_features, bits, codebook)
+            for codebook, bits in cases
+        }
+        us = self.times({**peers, **ours})
+        return [
+            Row(
+                in_features,
+                out_features,
+                m,
+                bits,
+                codebook,
+                us[codebook, bits],
+                us["bfloat16"],
+                gemm_kernel(m),
+                torch.get_num_threads(),
+                us["float32"],
+                us.get(f"glq {bits:g}"),
+            )
+            for codebook, bits in cases
+        ]
 
-    def kernel(self, call: Callable[[], torch.Tensor]) -> str:
-        return gemm_kernel()
+    def times(self, groups: dict) -> dict:
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        times: dict = {name: [] for name in groups}
+        spent, turn = 0.0, -1
+        while turn < 12 or (spent < 2.0 and turn < 200):
+            for name, calls in groups.items():
+                start = clock()
+                calls[turn % len(calls)]()
+                if turn >= 0:  # the first turn of each warms up
+                    times[name].append(clock() - start)
+                    spent += times[name][-1]
+            turn += 1
+        return {name: sorted(seconds)[len(seconds) // 4] * 1e6 for name, seconds in times.items()}
 
     def read_bandwidth(self) -> float:
         data = torch.ones(1 << 26, dtype=torch.float32)
-        us = self.time([data.sum], repeats=5)
-        return data.nbytes / us * 1e6
+        return data.nbytes / self.times({"sum": [data.sum]})["sum"] * 1e6
 
 
 def _table(results: list[Row], bench, bandwidth: float) -> Table:
     machine = ", ".join(f"{key} {value}" for key, value in bench.machine().items())
     table = Table(title=f"trellis_gemm against BF16, {machine}, torch {torch.__version__}")
+    on_cpu = any(row.threads for row in results)
     for name in ("in x out", "m", "bits", "codebook"):
         table.add_column(name)
-    for name in ("us", "BF16 us", "times faster", "weights/s", "of read bandwidth"):
+    numbers = ["us", "BF16 us", "times faster"]
+    numbers += ["than FP32", "than GLQ", "weights/s, core"] if on_cpu else ["weights/s"]
+    for name in (*numbers, "of read bandwidth"):
         table.add_column(name, justify="right")
     table.add_column("kernel")
     for row in results:
+        cells = [f"{row.us:.1f}", f"{row.dense_us:.1f}", f"{row.ratio:.2f}"]
+        if on_cpu:
+            cells += [
+                "-" if us is None else f"{us / row.us:.2f}" for us in (row.float32_us, row.glq_us)
+            ]
         table.add_row(
             f"{row.in_features}x{row.out_features}",
             str(row.m),
             f"{row.bits:g}",
             row.codebook,
-            f"{row.us:.1f}",
-            f"{row.dense_us:.1f}",
-            f"{row.ratio:.2f}",
-            f"{row.weights_per_second:.2e}",
+            *cells,
+            f"{row.weights_per_second / (row.threads or 1):.2e}",
             f"{row.bytes_per_second / bandwidth:.0%}",
             row.kernel,
         )
@@ -313,8 +380,9 @@ def _table(results: list[Row], bench, bandwidth: float) -> Table:
 def _arguments(options: argparse.Namespace) -> str:
     """What decides the numbers, as one would type it."""
     which = "models" if options.what == "moe" else "shapes"
-    names = ("device", which, "m", "bits", "codebook")
-    return " ".join([options.what, *(f"--{name} {getattr(options, name)}" for name in names)])
+    names = ("device", which, "m", "bits", "codebook", "threads")
+    given = [name for name in names if getattr(options, name) is not None]
+    return " ".join([options.what, *(f"--{name} {getattr(options, name)}" for name in given)])
 
 
 def write(options: argparse.Namespace, results: list, bench, bandwidth: float) -> None:

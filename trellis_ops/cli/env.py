@@ -14,14 +14,13 @@ from rich.table import Table
 
 from .. import __version__, _binary
 
-ISAS = ("generic", "avx2", "avx512")
+ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx", "neon")
 """In the order of the bits that torch.ops.trellis_ops._cpu_isas() sets."""
 
 
-def gemm_kernel() -> str:
-    """Of trellis_gemm on this processor; AVX2 has none of its own."""
-    avx512 = ISAS.index("avx512")
-    return "avx512" if torch.ops.trellis_ops._cpu_isas() >> avx512 & 1 else "generic"
+def gemm_kernel(rows: int) -> str:
+    """The kernel that trellis_gemm runs on this processor for that many rows."""
+    return ISAS[torch.ops.trellis_ops._cpu_gemm_isa(rows)]
 
 
 def add_parser(commands) -> argparse.ArgumentParser:

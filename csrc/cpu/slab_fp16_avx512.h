@@ -1,0 +1,30 @@
+// The values of 3inst and mcg, on processors that add FP16 numbers.
+#pragma once
+
+#include "slab_vbmi_avx512.h"
+
+namespace trellis {
+namespace {
+
+struct Fp16 : Vbmi {
+  // The sum of the two FP16 halves of a hash.
+  template <int kCodebook>
+  struct TwoHalves : HalvesRange {
+    static __m512h half(__m512i hash) {
+      // The exponent's upper bits become 110 instead of 011, which is 12 more.
+      constexpr int kXor = (kHalvesXor ^ 0x5000) & 0xFFFF;
+      return _mm512_castsi512_ph(_mm512_ternarylogic_epi32(
+          hash, _mm512_set1_epi32(static_cast<int>(kHalvesAnd)), _mm512_set1_epi16(kXor), 0x6A));
+    }
+
+    __m512i value(__m512i states) const {
+      const Hashes hash = hashes<kCodebook>(states);
+      const __m512h sum = _mm512_add_ph(half(hash.low), half(hash.high));
+      return _mm512_cvtph_epi16(
+          _mm512_mul_ph(sum, _mm512_castsi512_ph(_mm512_set1_epi16(0x3800))));  // a half
+    }
+  };
+};
+
+}  // namespace
+}  // namespace trellis

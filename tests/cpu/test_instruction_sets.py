@@ -1,0 +1,116 @@
+"""Every instruction set's GEMM where its integers are pressed hardest."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from layers import BOUNDS, double, make_layer, worst_row
+
+from trellis_ops.cli.env import ISAS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPS = torch.ops.trellis_ops
+HERE = [isa for isa in range(len(ISAS)) if OPS._cpu_isas() >> isa & 1]
+every_isa = pytest.mark.parametrize("isa", HERE, ids=[ISAS[isa] for isa in HERE])
+CODEBOOKS = ("3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16")
+
+
+def run(x, layer, isa, out_dtype=torch.float32):
+    parts = layer.trellis, layer.suh, layer.svh
+    features = layer.trellis.shape[1] * 16
+    return OPS._trellis_gemm_isa(x, *parts, None, layer.code, features, out_dtype, isa)
+
+
+def uneven_rows(features: int) -> dict[str, torch.Tensor]:
+    """Rows that quantised activations may be bad at, before or after the rotation."""
+    torch.manual_seed(0)
+    spike = torch.zeros(features)
+    spike[37] = 1
+    tail = torch.randn(features) / torch.randn(features)
+    wave = torch.ones(features)
+    wave[1::2] = -1
+    steps = torch.randn(features) * torch.logspace(0, -6, features)
+    return {"spike": spike, "constant": torch.ones(features), "tail": tail, "wave": wave,
+            "steps": steps}  # fmt: skip
+
+
+@every_isa
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_uneven_activations(codebook, isa):
+    layer = make_layer(codebook, 5, rows=512, columns=256)
+    named = uneven_rows(512)
+    x = torch.stack(list(named.values()))
+    weight = layer.weight()
+    for dtype in (torch.float32, torch.float16):
+        given = x.to(dtype)
+        y = run(given, layer, isa, dtype)
+        for i, name in enumerate(named):
+            want = double(given[i : i + 1]) @ weight
+            assert worst_row(y[i : i + 1], want) <= BOUNDS[dtype], (name, dtype)
+
+
+@every_isa
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_the_largest_sums_fit(codebook, isa):
+    """All weights as large as they get, and as large activations of their sign: no sum overflows."""
+    table = oracle.table(codebook, 5)
+    layer = make_layer(codebook, 5, rows=512, columns=256)
+    for state in (int(table.argmax()), int(table.argmin())):
+        # At 5 bits no constant stream repeats a state; the nearest is its own sixteen bits again.
+        bits = np.tile([int(bit) for bit in f"{state:016b}"], 80)
+        words = np.packbits(bits.reshape(-1, 32), axis=1).view(">u4").astype("<u4").view(np.int16)
+        layer.trellis[:] = torch.from_numpy(words.ravel().copy())
+        inner = oracle.inner_weight(layer.trellis.numpy(), codebook)
+        x = torch.from_numpy(np.sign(inner[:, :12].T)).float() * 3
+        y = OPS._trellis_gemm_isa(
+            x, layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
+        )
+        assert worst_row(y, double(x) @ inner) <= BOUNDS[torch.float32]
+
+
+@every_isa
+def test_a_row_has_the_same_bits_in_any_company(isa):
+    """Numbers of rows on either side of each change of method, and of a block of rows."""
+    layer = make_layer("mcg", 3, rows=384, columns=256)
+    x = torch.randn(530, 384)
+    everything = run(x, layer, isa)
+    assert worst_row(everything, double(x) @ layer.weight()) <= BOUNDS[torch.float32]
+    for count in (1, 2, 3, 4, 7, 8, 9, 16, 17, 64, 65, 511, 512, 513):
+        assert torch.equal(run(x[:count], layer, isa), everything[:count]), count
+        assert torch.equal(run(x[-count:], layer, isa), everything[-count:]), count
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 12])
+def test_what_is_not_finite_stays_in_its_row(isa, rows):
+    layer = make_layer("mul1", 2.5)
+    x = torch.randn(rows + 2, 256)
+    clean = run(x, layer, isa)
+    x[0, 3], x[1, 250] = float("nan"), float("inf")
+    y = run(x, layer, isa)
+    assert not torch.isfinite(y[:2]).any()
+    assert torch.equal(y[2:], clean[2:])
+
+
+@every_isa
+def test_tiny_and_zero_rows(isa):
+    layer = make_layer("3inst", 4)
+    x = torch.randn(3, 256)
+    want = double(x) @ layer.weight()
+    x[1] = 0
+    for scale in (2.0**-130, 2.0**-100, 2.0**100):
+        y = run(x * scale, layer, isa).double() / scale
+        assert worst_row(y[[0, 2]], want[[0, 2]]) <= BOUNDS[torch.float32]
+        assert torch.equal(y[1], torch.zeros(384, dtype=torch.float64))
+
+
+@every_isa
+def test_threads_change_no_bit(isa):
+    layer = make_layer("mul1", 4, rows=256, columns=512)
+    x = torch.randn(40, 256)
+    one = run(x, layer, isa)
+    torch.set_num_threads(2)  # the fixture puts it back
+    assert torch.equal(run(x, layer, isa), one)
