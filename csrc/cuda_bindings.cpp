@@ -1,8 +1,6 @@
 // The CUDA kernels of torch.ops.trellis_ops on the LibTorch stable ABI.
 #ifdef TRELLIS_CUDA
 
-#include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -17,57 +15,20 @@
 #include "checks.h"
 #include "cuda/gemm/problem.h"
 #include "cuda/plain/plain.h"
+#include "cuda_calls.h"
+#include "dtypes.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using trellis::cuda::DType;
+using trellis::DType;
+using trellis::dtype_of;
+using trellis::cuda::aligned;
+using trellis::cuda::attribute;
+using trellis::cuda::check_launch;
+using trellis::cuda::current_stream;
 using trellis::cuda::Route;
-
-// libtorch_cuda is not linked, so that the same file loads where torch has no CUDA.
-cudaStream_t current_stream(int32_t device) {
-  using Getter = int32_t (*)(int32_t, void**);
-  static const Getter getter = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* symbol =
-        library != nullptr ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    return reinterpret_cast<Getter>(symbol);
-  }();
-  STD_TORCH_CHECK(getter != nullptr, "trellis_ops: libtorch_cuda.so is not loaded");
-  void* stream = nullptr;
-  STD_TORCH_CHECK(getter(device, &stream) == 0, "trellis_ops: no current CUDA stream");
-  return static_cast<cudaStream_t>(stream);
-}
-
-void check_launch(const char* op, cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA launch failed: ", cudaGetErrorString(error));
-}
-
-DType dtype_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return DType::Half;
-    case ScalarType::BFloat16:
-      return DType::BFloat16;
-    default:
-      return DType::Float;
-  }
-}
-
-// Kernels copy 16 bytes at a time from the packed words; a view may start anywhere.
-Tensor aligned(const Tensor& t) {
-  Tensor result = torch::stable::contiguous(t);
-  if (reinterpret_cast<uintptr_t>(result.const_data_ptr()) % 16 != 0)
-    result = torch::stable::clone(result);
-  return result;
-}
-
-int attribute(cudaDeviceAttr name, int32_t device) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, name, device);
-  return value;
-}
 
 // The exact and slow op, in Python, through the dispatcher.
 Tensor parity_gemm(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& suh,

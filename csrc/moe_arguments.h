@@ -6,9 +6,11 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "checks.h"
 #include "cpu/moe.h"
+#include "dtypes.h"
 
 // In the order of the schema: as parameters of a function, and as the members of MoeArguments.
 #define TRELLIS_MOE_PARAMETERS                                                               \
@@ -180,4 +182,59 @@ inline void workspace(const char* op, const Tensor& t, const Tensor& x) {
 }
 
 }  // namespace checks
+
+// Contiguous copies, kept alive.
+class Kept {
+  using Tensor = torch::stable::Tensor;
+
+ public:
+  const void* pointer(const Tensor& t) {
+    kept_.push_back(torch::stable::contiguous(t));
+    return kept_.back().const_data_ptr();
+  }
+
+  Stack stack(const std::optional<Tensor>& t) {
+    if (!t) return Stack{nullptr, DType::Half, 1, 0};
+    return Stack{pointer(*t), dtype_of(t->scalar_type()), t->size(0), t->size(1)};
+  }
+
+ private:
+  std::vector<Tensor> kept_;
+};
+
+// The arguments as kernels see them, which write to y.
+inline Moe moe_of(const MoeArguments& a, torch::stable::Tensor& y, Kept& kept) {
+  Moe m;
+  m.x = kept.pointer(a.x);
+  m.x_dtype = dtype_of(a.x.scalar_type());
+  m.tokens = a.tokens();
+  m.columns = a.x.size(a.x.dim() - 1);
+  m.ids = kept.pointer(a.topk_ids);
+  m.wide_ids = a.topk_ids.scalar_type() == torch::headeronly::ScalarType::Long;
+  m.weights = kept.pointer(a.topk_weights);
+  m.weights_dtype = dtype_of(a.topk_weights.scalar_type());
+  m.top_k = a.top_k();
+  m.packed = static_cast<const int16_t*>(kept.pointer(a.packed));
+  m.packed_words = a.packed.size(0);
+  m.table = static_cast<const int64_t*>(kept.pointer(a.table));
+  m.experts = a.experts();
+  m.slices = a.slices();
+  m.gate = {kept.stack(a.gate_suh), kept.stack(a.gate_svh), kept.stack(a.gate_bias),
+            static_cast<int>(a.gate_codebook)};
+  m.up = {kept.stack(a.up_suh), kept.stack(a.up_svh), kept.stack(a.up_bias),
+          static_cast<int>(a.up_codebook)};
+  m.down = {kept.stack(a.down_suh), kept.stack(a.down_svh), kept.stack(a.down_bias),
+            static_cast<int>(a.down_codebook)};
+  m.hidden = a.hidden();
+  m.inner = a.inner();
+  m.intermediate = a.intermediate;
+  m.activation = static_cast<int>(a.activation);
+  m.limit = static_cast<float>(a.limit);
+  m.limit_after = a.limit_after;
+  m.routed_scale = static_cast<float>(a.routed_scale);
+  m.y = y.mutable_data_ptr();
+  m.y_dtype = dtype_of(a.out_dtype);
+  return m;
+}
+
 }  // namespace trellis

@@ -3,11 +3,13 @@
 
 #include <type_traits>
 
+#include "cpu/numeric.h"
+
 namespace trellis {
 
 // f(std::integral_constant<int, tile_words>{}), for a rate that the bindings have checked.
 template <typename F>
-auto with_rate(int tile_words, F f) {
+TRELLIS_ANYWHERE auto with_rate(int tile_words, F f) {
   switch (tile_words) {
     case 16:
       return f(std::integral_constant<int, 16>{});

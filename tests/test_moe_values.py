@@ -424,6 +424,19 @@ def test_vectors_that_experts_share(moe, slices):
     assert worst_row(y, experts.want(x, ids, weights)) <= bounds[F32]
 
 
+def test_one_vector_of_gate_among_many_of_up():
+    """Both begin at the same address."""
+    experts = make_experts(3)
+    for ts in experts.gate:
+        object.__setattr__(ts[0], "suh", experts.up[0][0].suh)
+    layout = experts.layout()
+    object.__setattr__(layout, "gate_suh", layout.up_suh[:1])
+    x = torch.randn(5, 256)
+    ids, weights = routing(5, 2, 3)
+    y = run("rank_sliced_moe", layout, x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
 def test_a_vector_of_one_row_serves_all_slices():
     experts = make_experts(3, slices=2, intermediate=128)
     layout = experts.layout()

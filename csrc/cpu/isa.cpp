@@ -1,5 +1,7 @@
 #include "isa.h"
 
+#include "codebook.h"
+
 #ifdef TRELLIS_X86
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -108,8 +110,10 @@ const SlabKernels& slab_kernels(Isa isa) {
   }
 }
 
-const SlabKernels& exact_slab_kernels(Isa isa, int /*codebook*/) {
+const SlabKernels& exact_slab_kernels([[maybe_unused]] Isa isa, [[maybe_unused]] int codebook) {
 #ifdef TRELLIS_X86
+  // Sums of FP16 halves in FP16 are what 3inst and mcg are defined as.
+  if (isa >= kAvx512Fp16 && (codebook == kInst3 || codebook == kMcg)) return slab_kernels(isa);
   if (isa >= kAvx512) return exact_avx512_slab_kernels();
 #endif
   return generic_slab_kernels();

@@ -106,6 +106,13 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
 }
 
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------
+__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+
+// Look at the machine code where this is used: in a kernel whose stages lie at a constant address ptxas 13.0
+// gave the copies registers that nobody had written, and the GPU called them illegal instructions.
 __device__ __forceinline__ void copy_async_16(void* to, const void* from, uint64_t policy) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),

@@ -46,16 +46,25 @@ inline int shared_for_even_spread(int64_t blocks, int needed) {
   return std::max(needed, static_cast<int>((of_all / rounds - reserved) / 128 * 128));
 }
 
+// For a kernel that needs little shared memory in front of one that needs much: a multiprocessor that divides
+// its memory otherwise between shared memory and cache cannot take a block of the second while one of the
+// first runs, and others would get all of them.
+template <typename Kernel>
+cudaError_t prefer_shared(Kernel kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 // Launches clusters of `cluster` blocks that may start while the launch in front still runs.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads,
-                               int shared_bytes, int cluster, cudaStream_t stream,
-                               Arguments... arguments) {
+cudaError_t launch_overlapping_grid(void (*kernel)(Parameters...), dim3 blocks, int threads,
+                                    int shared_bytes, int cluster, cudaStream_t stream,
+                                    Arguments... arguments) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = blocks;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
@@ -72,6 +81,14 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, in
     ++config.numAttrs;
   }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                               int shared_bytes, int cluster, cudaStream_t stream,
+                               Arguments... arguments) {
+  return launch_overlapping_grid(kernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes,
+                                 cluster, stream, arguments...);
 }
 
 }  // namespace trellis::cuda

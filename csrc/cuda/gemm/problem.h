@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-namespace trellis::cuda {
+#include "../../cpu/numeric.h"
 
-enum class DType : int { Half, BFloat16, Float };
+namespace trellis::cuda {
 
 // y[m, out_columns] = H(H(x * suh) @ decode(trellis)) * svh + bias, all rows contiguous.
 struct Gemm {

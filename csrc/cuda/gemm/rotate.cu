@@ -3,6 +3,7 @@
 // itself, as waiting for one another would take longer.
 #include <algorithm>
 
+#include "launch.cuh"
 #include "rotate.cuh"
 #include "rows.cuh"
 
@@ -13,13 +14,6 @@ constexpr int kRotateWarps = 8;
 constexpr int kRotateBlocks = 264;  // that few rows are spread over: two a multiprocessor
 // Largest 16-bit integer whose high byte, rounded so that the low byte is signed, is still a byte.
 constexpr float kLargestInteger = 127.0f * 256.0f + 127.0f;
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
-    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
-  return value;
-}
 
 // A row of activations and the scales of its elements. Instantiations rather than branches, and rolled
 // loops, since every launch of a decode step fetches its instructions anew: the weights of a layer push
@@ -84,10 +78,6 @@ __device__ __forceinline__ int exponent_of(float most) {
   if (!(most > 0.0f) || isinf(most)) return 0;
   const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
   return max(-100, min(126, exponent + 16));
-}
-
-__device__ __forceinline__ float power_of_two(int exponent) {
-  return __int_as_float((exponent + 127) << 23);
 }
 
 // How a row's block of 128 inputs is laid out, four neighbours a lane.
@@ -200,10 +190,7 @@ cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, bool t
   const int shares =
       static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(most, kRotateBlocks / rows)));
   const auto launch = [&](auto kernel) {
-    // As the kernel behind has it: a multiprocessor that divides its memory otherwise between shared memory
-    // and cache cannot take a block of that kernel while one of this runs, and others would get all of them.
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    const cudaError_t error = prefer_shared(kernel);
     if (error != cudaSuccess) return error;
     kernel<<<static_cast<unsigned>(rows * shares), kRotateWarps * 32, 0, stream>>>(g, to, shares,
                                                                                    two_passes);

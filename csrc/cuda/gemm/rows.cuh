@@ -87,6 +87,17 @@ __device__ __forceinline__ void load_four(const char* p, float (&v)[4]) {
   }
 }
 
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+  return value;
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
 // A warp's 128 values, four neighbours a lane: unnormalised Hadamard transform in natural order.
 __device__ __forceinline__ void warp_hadamard(float (&v)[4], int lane) {
   const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];

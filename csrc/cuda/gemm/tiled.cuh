@@ -44,8 +44,6 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_block = warp / 8;
   const Window<kTileWords> window(lane);
-  const uint64_t policy = schedule.row_tiles == 1 ? evict_first() : evict_normally();
-  const uint64_t x_policy = evict_normally();
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
   const int64_t x_stride = static_cast<int64_t>(scratch.rotated.row_groups) * 1024;
   // This lane's address of the four matrices that it loads at a time: row group, half of a k tile.
@@ -69,7 +67,7 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
         const char* const x = all_x + step * x_stride;
 #pragma unroll
         for (int at = 0; at < Shape::kX; at += Shape::kThreads * 16)
-          copy_async_16(to + at + threadIdx.x * 16, x + at + threadIdx.x * 16, x_policy);
+          copy_async_16(to + at + threadIdx.x * 16, x + at + threadIdx.x * 16);
         const int k_tiles =
             static_cast<int>(min(static_cast<int64_t>(kStepTiles),
                                  g.in_tiles - static_cast<int64_t>(step) * kStepTiles));
@@ -79,8 +77,7 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
             copy_async_16(to + Shape::kX + at,
                           all_packed +
                               (static_cast<int64_t>(step) * kStepTiles + k_tile) * row_bytes +
-                              within,
-                          policy);
+                              within);
         }
       }
       copy_commit();

@@ -1,0 +1,6 @@
+#include "experts_launch.cuh"
+
+namespace trellis::cuda {
+template cudaError_t launch_experts<1, true>(bool, const Moe&, const MoeScratch&, int,
+                                             cudaStream_t);
+}  // namespace trellis::cuda

@@ -1,0 +1,25 @@
+// The host side of the products; included by experts_*.cu only, one file a kind, so that they compile in
+// parallel.
+#pragma once
+
+#include "../gemm/launch.cuh"
+#include "experts.cuh"
+
+namespace trellis::cuda {
+
+template <bool kDown, bool kExact, int kRowGroups>
+cudaError_t launch_expert_kernel(const Moe& m, const MoeScratch& scratch, int grid,
+                                 cudaStream_t stream) {
+  const int bytes = shared_for_even_spread(grid, expert_shared_bytes<kRowGroups>());
+  return launch_overlapping(expert_kernel<kDown, kExact, kRowGroups>, grid, kExpertWarps * 32,
+                            bytes, 1, stream, m, scratch, powers_of_two());
+}
+
+template <int kRowGroups, bool kExact>
+cudaError_t launch_experts(bool down, const Moe& m, const MoeScratch& scratch, int grid,
+                           cudaStream_t stream) {
+  return down ? launch_expert_kernel<true, kExact, kRowGroups>(m, scratch, grid, stream)
+              : launch_expert_kernel<false, kExact, kRowGroups>(m, scratch, grid, stream);
+}
+
+}  // namespace trellis::cuda

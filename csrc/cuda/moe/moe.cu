@@ -1,0 +1,148 @@
+// Routed experts: launches for a chunk of tokens, none of which the host waits for. Few rows: sort, rotate,
+// gate and up with the activation, down, add. Many rows, as tiles: the same with a launch for the activation.
+#include <algorithm>
+
+#include "../gemm/launch.cuh"
+#include "experts.cuh"
+#include "routes.h"
+#include "tiles.cuh"
+
+namespace trellis::cuda {
+namespace {
+
+constexpr int64_t kChunkRoutes = 16384;
+// Tokens up to which a row's bits must not depend on their number: tiles sum in another order.
+constexpr int64_t kInvariantTokens = 128;
+// Rows of an average expert from which on blocks of 16 rows, and tiles, are faster.
+constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
+// Tiles keep a row of this many floats in shared memory, which every GPU has.
+constexpr int64_t kLargestInner = 24 * 1024;
+
+struct Sizes {
+  int64_t top_k, experts, slices, hidden, inner;
+};
+
+// `hit`: experts that may have a row.
+MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_groups, int grid,
+                        Arena& arena) {
+  MoeScratch s = {};
+  const bool tiles = row_groups == kTileGroups;
+  const int64_t rows = row_groups * 8;
+  const int64_t row_blocks = std::min(routes, routes / rows + hit);
+  s.slots = tiles ? (routes / 8 + hit) * 8 : row_blocks * rows;
+  s.row_blocks = static_cast<int>(row_blocks);
+  s.row_groups = row_groups;
+  s.count = arena.take<int>(2);
+  s.expert = arena.take<int>(row_blocks);
+  s.first = arena.take<int>(row_blocks);
+  s.matrices = arena.take<longlong2>(row_blocks * z.slices * 3);
+  s.route = arena.take<int>(s.slots);
+  s.slot = arena.take<int>(routes);
+  // x and what down takes: two terms of two bytes.
+  s.x = arena.take<uint32_t>(s.slots * z.slices * 2 * z.hidden);
+  s.inner = arena.take<uint32_t>(s.slots * z.slices * z.inner);
+  const int64_t scales = tiles ? 1 : z.hidden / 128, inner_scales = tiles ? 1 : z.inner / 128;
+  s.x_scales = arena.take<float>(s.slots * z.slices * 2 * scales);
+  s.inner_scales = arena.take<float>(s.slots * z.slices * inner_scales);
+  if (tiles) {
+    s.sums = arena.take<float>(s.slots * z.slices * 2 * z.inner);
+    s.results = reinterpret_cast<float*>(s.x);  // which gate and up are done with
+    return s;
+  }
+  s.arrived = arena.take<unsigned>(row_blocks * z.slices * (z.hidden + z.inner) / 128);
+  s.parts =
+      arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
+                        most_segments(std::max(z.hidden, z.inner) / 128) * row_groups * kUnitSums);
+  s.results = arena.take<float>(s.slots * z.slices * z.hidden);
+  return s;
+}
+
+MoeScratch take_scratch(const Sizes& z, const MoePlan& plan, Arena& arena) {
+  const int64_t routes = plan.chunk_tokens * z.top_k;
+  return take_scratch(z, routes, std::min(z.experts, routes), plan.row_groups, plan.grid, arena);
+}
+
+// Enough for these tokens and sizes and for any smaller ones, whichever way they go. A way that begins at
+// some rows of an average expert has no more experts than that leaves.
+int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
+  const int64_t routes = std::min(tokens * z.top_k, std::max(kChunkRoutes, z.top_k));
+  const auto bytes_of = [&](int row_groups, int64_t rows_from) {
+    Arena arena(nullptr);
+    take_scratch(z, routes, std::min(z.experts, routes / rows_from), row_groups, grid, arena);
+    return arena.bytes();
+  };
+  const int64_t few = std::max(bytes_of(1, 1), bytes_of(2, kSixteenFrom));
+  return tokens > kInvariantTokens ? std::max(few, bytes_of(kTileGroups, kTilesFrom)) : few;
+}
+
+cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
+                            cudaStream_t stream) {
+  cudaError_t error = launch_rotate_routes(m, s, exact ? 2 : 1, stream);
+  for (const bool down : {false, true}) {
+    if (error != cudaSuccess) return error;
+    if (s.row_groups == 2)
+      error = exact ? launch_experts<2, true>(down, m, s, grid, stream)
+                    : launch_experts<2, false>(down, m, s, grid, stream);
+    else
+      error = exact ? launch_experts<1, true>(down, m, s, grid, stream)
+                    : launch_experts<1, false>(down, m, s, grid, stream);
+  }
+  return error == cudaSuccess ? launch_add(m, s, stream) : error;
+}
+
+cudaError_t launch_many_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
+                             cudaStream_t stream) {
+  const int terms = exact ? 2 : 1;
+  cudaError_t error = launch_rotate_slots(m, s, terms, stream);
+  for (const bool down : {false, true}) {
+    if (error == cudaSuccess)
+      error = exact ? launch_tiles_of_experts<2>(down, m, s, grid, stream)
+                    : launch_tiles_of_experts<1>(down, m, s, grid, stream);
+    if (error == cudaSuccess && !down) error = launch_activate_slots(m, s, terms, stream);
+  }
+  return error == cudaSuccess ? launch_add_slots(m, s, stream) : error;
+}
+
+}  // namespace
+
+MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
+                 int64_t inner, int sm_count) {
+  const Sizes z{top_k, experts, slices, hidden, inner};
+  MoePlan plan = {};
+  plan.chunk_tokens = std::max<int64_t>(1, std::min(tokens, kChunkRoutes / top_k));
+  const int64_t average = plan.chunk_tokens * top_k / experts;
+  const bool tiles =
+      average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens && inner <= kLargestInner;
+  plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
+  plan.grid = 2 * sm_count;
+  plan.bytes = enough_bytes(tokens, z, plan.grid);
+  return plan;
+}
+
+cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cudaStream_t stream) {
+  // Values unrounded cost FP32 and FP16 results half of their error bound, and BF16 ones nothing.
+  const bool exact = all.y_dtype != trellis::DType::BFloat16;
+  const auto skip = [](const void* p, int64_t bytes) {
+    return static_cast<const void*>(static_cast<const char*>(p) + bytes);
+  };
+  const auto size_of = [](trellis::DType dtype) { return dtype == trellis::DType::Float ? 4 : 2; };
+  for (int64_t token = 0; token < all.tokens; token += plan.chunk_tokens) {
+    Moe m = all;
+    m.tokens = std::min(plan.chunk_tokens, all.tokens - token);
+    m.x = skip(all.x, token * all.columns * size_of(all.x_dtype));
+    m.ids = skip(all.ids, token * all.top_k * (all.wide_ids ? 8 : 4));
+    m.weights = skip(all.weights, token * all.top_k * size_of(all.weights_dtype));
+    m.y = static_cast<char*>(all.y) + token * all.columns * size_of(all.y_dtype);
+    Arena arena(workspace);
+    const Sizes z{m.top_k, m.experts, m.slices, m.hidden, m.inner};
+    const MoeScratch s = take_scratch(z, plan, arena);
+    cudaError_t error = launch_sort(m, s, stream);
+    if (error == cudaSuccess)
+      error = s.row_groups == kTileGroups ? launch_many_rows(exact, m, s, plan.grid, stream)
+                                          : launch_few_rows(exact, m, s, plan.grid, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace trellis::cuda

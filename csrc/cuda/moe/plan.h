@@ -1,0 +1,69 @@
+// How routed experts run on CUDA: what the launches leave for one another. No torch, no device code.
+//
+// Routes (a token's choice of an expert) are sorted by expert and each expert's are padded to row blocks;
+// where a route lies then is its slot. Everything after the sort is laid out by row block, so that
+// consecutive slots are what one pass over an expert's weights serves.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <vector_types.h>
+
+#include <cstdint>
+
+#include "../../cpu/moe.h"
+
+namespace trellis::cuda {
+
+// K is cut into segments of so many 128-blocks. Each is summed by itself and segments are added in their
+// order, whoever computes them, so a row's bits do not depend on the other rows.
+TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) {
+  return blocks > 24 ? 16 : 8;
+}
+
+// Segments of a matrix, at most; it does not shrink as K grows.
+inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
+
+// Row groups of a row block where the products are tiles of 128 rows (tiles.cuh) rather than stretches of
+// few rows (experts.cuh).
+constexpr int kTileGroups = 16;
+
+struct MoeScratch {
+  int64_t slots;        // at most
+  int row_blocks;       // at most
+  int row_groups;       // eights of rows in a row block
+  int* count;           // row blocks there are, slots
+  int* expert;          // [row blocks]
+  int* first;           // [row blocks]: slot
+  longlong2* matrices;  // [row blocks][slices][gate, up, down]: as in the table
+  int* route;           // [slots], -1: padding
+  int* slot;            // [routes], -1: contributes nothing
+  unsigned* arrived;    // [row blocks][slices][128-blocks of inner], then of hidden
+  // FP16 fragments [row blocks][slices][1 or 2: gate, up][k tiles][1 or 2 terms][row groups][32][2] and
+  // their scales [...][128-blocks][rows]: powers of two, one for each 128 inputs of a row.
+  uint32_t* x;
+  float* x_scales;
+  uint32_t* inner;  // the same of what down takes
+  float* inner_scales;
+  // For tiles: x and inner are swizzled atoms of eight rows by 64 inputs,
+  // [slices][1 or 2: gate, up][eights of slots][steps][terms][1024 bytes], with one scale for a row.
+  float* sums;   // of gate and up: [slices][2][slots][inner]
+  float* parts;  // [blocks][2][segments of a unit][row groups][1024]
+  float*
+      results;  // of down: [slots][slices][hidden]; of tiles, untransformed, [slices][slots][hidden]
+};
+
+// What is chosen from shapes alone, so that launches need no answer from the device.
+struct MoePlan {
+  int64_t chunk_tokens;  // that go through the launches together
+  int row_groups;
+  int grid;  // thread blocks of the products
+  int64_t bytes;
+};
+
+MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
+                 int64_t inner, int sm_count);
+
+// All tokens, chunk by chunk. `workspace` holds plan.bytes.
+cudaError_t launch_moe(const Moe& m, const MoePlan& plan, void* workspace, cudaStream_t stream);
+
+}  // namespace trellis::cuda

@@ -1,0 +1,208 @@
+// Around the tiles: rows rotated before gate and up, the activation between, tokens added up behind. A block
+// works on a slot, a warp on 128 features of it.
+#include "../gemm/launch.cuh"
+#include "routes.h"
+#include "vectors.cuh"
+
+namespace trellis::cuda {
+namespace {
+
+constexpr int kRowWarps = 8;
+
+__device__ __forceinline__ float block_max(float value) {
+  __shared__ float of_warps[kRowWarps];
+  value = warp_max(value);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  return warp_max(of_warps[threadIdx.x % kRowWarps]);
+}
+
+// H(v * suh) of a warp's 128 values into the swizzled atoms of row `slot`, in `terms` FP16 numbers each.
+__device__ __forceinline__ void write_atoms(const float (&v)[4], const __half* suh, int exponent,
+                                            char* atoms, int block, int row, int terms) {
+  const int lane = threadIdx.x % 32;
+  float z[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    z[i] = v[i] * power_of_two(-exponent) * __half2float(suh[block * 128 + lane * 4 + i]);
+  warp_hadamard(z, lane);
+#pragma unroll
+  for (float& value : z) value *= kHadamardScale;
+  const int within = row % 8, piece = lane % 16 / 2 ^ within;
+  char* at = atoms + static_cast<int64_t>(block * 2 + lane / 16) * terms * 1024 + within * 128 +
+             piece * 16 + lane % 2 * 8;
+  for (int term = 0; term < terms; ++term, at += 1024) {
+    const __half2 first = __floats2half2_rn(z[0], z[1]), second = __floats2half2_rn(z[2], z[3]);
+    *reinterpret_cast<uint2*>(at) =
+        uint2{reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second)};
+    z[0] -= __low2float(first), z[1] -= __high2float(first);
+    z[2] -= __low2float(second), z[3] -= __high2float(second);
+  }
+}
+
+__device__ __forceinline__ float largest(const float (&v)[4], const __half* suh, int block) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    most = fmaxf(most, fabsf(v[i] * __half2float(suh[block * 128 + threadIdx.x % 32 * 4 + i])));
+  return most;
+}
+
+// blockIdx.y: slice and rotation. Rows of padding are zeros, so that tiles read nothing that was never written.
+__global__ void __launch_bounds__(kRowWarps * 32)
+    rotate_slots(const Moe m, const MoeScratch s, const int rotations, const int terms) {
+  let_next_kernel_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int blocks = static_cast<int>(m.hidden / 128);
+  const int slice = static_cast<int>(blockIdx.y) / rotations;
+  const int rotation = static_cast<int>(blockIdx.y) % rotations;
+  const int64_t slot = blockIdx.x;
+  wait_for_previous_kernel();
+  if (slot >= s.count[1]) return;
+  const int route = s.route[slot];
+  const int64_t token = max(route, 0) / m.top_k;
+  const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
+  const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
+  const __half* const suh = vector_of(p.suh, expert * m.slices + slice);
+  const auto load = [&](int block, float (&v)[4]) {
+    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = block * 128 + lane * 4 + i;
+        v[i] = route >= 0 && column < m.columns ? to_float(x[token * m.columns + column]) : 0.0f;
+      }
+    });
+  };
+  float most = 0.0f;
+  for (int block = warp; block < blocks; block += kRowWarps) {
+    float v[4];
+    load(block, v);
+    most = fmaxf(most, largest(v, suh, block));
+  }
+  const int exponent = exponent_of(block_max(most));
+  const int64_t place = blockIdx.y;
+  char* const atoms =
+      reinterpret_cast<char*>(s.x) + (place * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
+  for (int block = warp; block < blocks; block += kRowWarps) {
+    float v[4];
+    load(block, v);
+    write_atoms(v, suh, exponent, atoms, block, static_cast<int>(slot % 8), terms);
+  }
+  if (threadIdx.x == 0) s.x_scales[place * s.slots + slot] = power_of_two(exponent);
+}
+
+// blockIdx.y: slice.
+__global__ void __launch_bounds__(kRowWarps * 32)
+    activate_slots(const Moe m, const MoeScratch s, const int terms) {
+  extern __shared__ float4 kept[];  // [inner / 4]
+  let_next_kernel_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int blocks = static_cast<int>(m.inner / 128);
+  const int64_t slot = blockIdx.x, slice = blockIdx.y;
+  wait_for_previous_kernel();
+  if (slot >= s.count[1]) return;
+  const int route = s.route[slot];
+  const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
+  const int64_t matrix = expert * m.slices + slice;
+  const __half* const suh = vector_of(m.down.suh, matrix);
+  float most = 0.0f;
+  for (int block = warp; block < blocks; block += kRowWarps) {
+    const int feature = block * 128 + lane * 4;
+    const auto finished = [&](int which, const Projection& p, float (&z)[4]) {
+      const float4 sum = __ldcg(reinterpret_cast<const float4*>(
+          s.sums + ((slice * 2 + which) * s.slots + slot) * m.inner + feature));
+      z[0] = sum.x, z[1] = sum.y, z[2] = sum.z, z[3] = sum.w;
+      finish_linear(p, matrix, feature, z);
+      add_bias(p.bias, matrix, feature, z);
+    };
+    float u[4] = {}, g[4] = {};
+    if (route >= 0) {
+      finished(1, m.up, u);
+      if (m.gate.suh.data != nullptr) finished(0, m.gate, g);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        u[i] = feature + i < m.intermediate ? activate(m, g[i], u[i]) : 0.0f;
+    }
+    kept[block * 32 + lane] = float4{u[0], u[1], u[2], u[3]};
+    most = fmaxf(most, largest(u, suh, block));
+  }
+  const int exponent = exponent_of(block_max(most));
+  char* const atoms = reinterpret_cast<char*>(s.inner) +
+                      (slice * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
+  for (int block = warp; block < blocks; block += kRowWarps) {
+    const float4 value = kept[block * 32 + lane];
+    write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, block,
+                static_cast<int>(slot % 8), terms);
+  }
+  if (threadIdx.x == 0) s.inner_scales[slice * s.slots + slot] = power_of_two(exponent);
+}
+
+// A warp a token and 128 features of y: transforms, weights, biases and sums in the order of slots and slices.
+__global__ void __launch_bounds__(kRowWarps * 32) add_slots(const Moe m, const MoeScratch s) {
+  const int lane = threadIdx.x % 32;
+  const int blocks = static_cast<int>(m.hidden / 128);
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
+  const int64_t token = at / blocks;
+  const int feature = static_cast<int>(at - token * blocks) * 128 + lane * 4;
+  wait_for_previous_kernel();
+  if (token >= m.tokens) return;
+  float sums[4] = {};
+  for (int64_t k = 0; k < m.top_k; ++k) {
+    const int64_t route = token * m.top_k + k;
+    const int slot = s.slot[route];
+    if (slot < 0) continue;
+    const int64_t expert = expert_of_route(m, route);
+    float value[4] = {};
+    for (int64_t slice = 0; slice < m.slices; ++slice) {
+      const float4 sum = __ldcg(reinterpret_cast<const float4*>(
+          s.results + (slice * s.slots + slot) * m.hidden + feature));
+      float z[4] = {sum.x, sum.y, sum.z, sum.w};
+      finish_linear(m.down, expert * m.slices + slice, feature, z);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] += z[i];
+    }
+    add_bias(m.down.bias, expert, feature, value);
+    const float weight = load_as_float(m.weights, m.weights_dtype, route);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
+  }
+  with_dtype(m.y_dtype, m.y, [&](auto* y) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (feature + i < m.columns)
+        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
+  });
+}
+
+dim3 grid_of(int64_t x, int64_t y) {
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+}
+
+}  // namespace
+
+cudaError_t launch_rotate_slots(const Moe& m, const MoeScratch& scratch, int terms,
+                                cudaStream_t stream) {
+  const cudaError_t error = prefer_shared(rotate_slots);
+  if (error != cudaSuccess) return error;
+  const int rotations = m.gate.suh.data != nullptr && m.gate.suh.data != m.up.suh.data ? 2 : 1;
+  return launch_overlapping_grid(rotate_slots, grid_of(scratch.slots, m.slices * rotations),
+                                 kRowWarps * 32, 0, 1, stream, m, scratch, rotations, terms);
+}
+
+cudaError_t launch_activate_slots(const Moe& m, const MoeScratch& scratch, int terms,
+                                  cudaStream_t stream) {
+  const cudaError_t error = prefer_shared(activate_slots);
+  if (error != cudaSuccess) return error;
+  return launch_overlapping_grid(activate_slots, grid_of(scratch.slots, m.slices), kRowWarps * 32,
+                                 static_cast<int>(m.inner * 4), 1, stream, m, scratch, terms);
+}
+
+cudaError_t launch_add_slots(const Moe& m, const MoeScratch& scratch, cudaStream_t stream) {
+  const cudaError_t error = prefer_shared(add_slots);
+  if (error != cudaSuccess) return error;
+  const int64_t warps = m.tokens * (m.hidden / 128);
+  return launch_overlapping(add_slots, (warps + kRowWarps - 1) / kRowWarps, kRowWarps * 32, 0, 1,
+                            stream, m, scratch);
+}
+
+}  // namespace trellis::cuda

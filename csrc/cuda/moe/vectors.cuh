@@ -1,0 +1,103 @@
+// One expert's vectors and the activation, and how values become what the products take.
+#pragma once
+
+#include "../gemm/rows.cuh"
+#include "plan.h"
+
+namespace trellis::cuda {
+
+// The id that a route names, whatever it is.
+__device__ __forceinline__ int64_t expert_of_route(const Moe& m, int64_t route) {
+  return m.wide_ids ? static_cast<const int64_t*>(m.ids)[route]
+                    : static_cast<const int32_t*>(m.ids)[route];
+}
+
+__device__ __forceinline__ const __half* vector_of(const Stack& stack, int64_t matrix) {
+  return static_cast<const __half*>(stack.data) + matrix % stack.rows * stack.columns;
+}
+
+// A warp's 128 sums, four neighbours a lane, become results of the layer: transform, scale, bias.
+__device__ __forceinline__ void finish_linear(const Projection& p, int64_t matrix, int feature,
+                                              float (&z)[4]) {
+  const int lane = threadIdx.x % 32;
+  // Scaled first: the transform adds up 128 of them.
+#pragma unroll
+  for (float& value : z) value *= kHadamardScale;
+  warp_hadamard(z, lane);
+  const __half* const svh = vector_of(p.svh, matrix) + feature;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) z[i] *= __half2float(svh[i]);
+}
+
+__device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int feature,
+                                         float (&z)[4]) {
+  if (bias.data == nullptr) return;
+  with_dtype(bias.dtype, bias.data, [&](const auto* values) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] += to_float(values[row * bias.columns + feature + i]);
+  });
+}
+
+// As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one.
+__device__ __forceinline__ float activate(const Moe& m, float g, float u) {
+  if (m.activation == kRelu2) {
+    const float positive = u < 0.0f ? 0.0f : u;
+    return positive * positive;
+  }
+  const float infinity = __int_as_float(0x7F800000);
+  const float limit = m.limit > 0.0f ? m.limit : infinity;
+  const float before = m.limit_after ? infinity : limit, after = m.limit_after ? limit : infinity;
+  g = g > before ? before : g;
+  u = u > limit ? limit : u < -limit ? -limit : u;
+  if (m.activation == kSwigluOai) return (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
+  float value;
+  if (m.activation == kGelu)
+    value = 0.5f * g * erfcf(g * -0.70710678f);
+  else if (m.activation == kGeluTanh)
+    value = 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
+  else
+    value = g / (1.0f + expf(-g));
+  return (value > after ? after : value) * u;
+}
+
+// Of a power of two near a magnitude: the largest there is where that overflows, 1 for what is no number.
+__device__ __forceinline__ int exponent_of(float most) {
+  if (!(most > 0.0f)) return 0;
+  return max(-126, min(126, (__float_as_int(most) >> 23) - 127));
+}
+
+// H(v * suh) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
+// with a power of two as the block's scale. `terms`: one FP16 number for a value, or a second for what the
+// first leaves.
+__device__ __forceinline__ void write_fragments(const float (&v)[4], const __half* suh,
+                                                uint32_t* fragments, float* scales, int block,
+                                                int row, int row_groups, int terms) {
+  const int lane = threadIdx.x % 32;
+  float z[4], scale[4], most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    scale[i] = __half2float(suh[block * 128 + lane * 4 + i]);
+    most = fmaxf(most, fabsf(v[i] * scale[i]));
+  }
+  const int exponent = exponent_of(warp_max(most));
+  const float inverse = power_of_two(-exponent);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) z[i] = v[i] * inverse * scale[i];
+  warp_hadamard(z, lane);
+  // Inputs 4l .. 4l+3 of the block are k, k+1 | k+2, k+3 of a tile: two lanes' pairs.
+  __half2* at = reinterpret_cast<__half2*>(fragments) +
+                (static_cast<int64_t>(block * 8 + lane / 4) * terms * row_groups + row / 8) * 64 +
+                (row % 8 * 4 + lane % 2 * 2) * 2 + lane % 4 / 2;
+#pragma unroll
+  for (float& value : z) value *= kHadamardScale;
+  for (int term = 0; term < terms; ++term, at += row_groups * 64) {
+    const __half2 first = __floats2half2_rn(z[0], z[1]), second = __floats2half2_rn(z[2], z[3]);
+    at[0] = first;
+    at[2] = second;
+    z[0] -= __low2float(first), z[1] -= __high2float(first);
+    z[2] -= __low2float(second), z[3] -= __high2float(second);
+  }
+  if (lane == 0) scales[block * row_groups * 8 + row] = power_of_two(exponent);
+}
+
+}  // namespace trellis::cuda

@@ -1,0 +1,490 @@
+"""rank_sliced_moe on a GPU: rates, routing, every number of tokens, capture, workspaces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from experts import ACTIVATIONS, arguments, make_experts, options, routing
+from layers import BOUNDS, DTYPES, RATES, worst_row
+
+import trellis_ops
+from trellis_ops import Exl3MoE, Workspace
+
+OPS = torch.ops.trellis_ops
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def run(layout, x, ids, weights, activation="silu", **changed) -> torch.Tensor:
+    """The public op on the GPU, with NaNs where it may find its scratch."""
+    layout = layout.to("cuda")
+    freed = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 12, 1 << 20)]
+    del freed
+    return trellis_ops.rank_sliced_moe(
+        x.cuda(),
+        ids.cuda(),
+        weights.cuda(),
+        *arguments(layout),
+        codebook=layout.codebooks,
+        intermediate=layout.intermediate,
+        activation=activation,
+        **changed,
+    ).cpu()
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codebook", [name for name in RATES if "sqg" not in name])
+@pytest.mark.parametrize("tokens", [6, 130, 400])
+def test_every_rate_of_every_projection(codebook, dtype, tokens):
+    """Each projection of each expert has another rate; each number of rows has its own kernels."""
+    rates = RATES[codebook]
+    where = {"gate": 0, "up": 3, "down": 5}
+    experts = make_experts(
+        len(rates),
+        hidden=200,
+        intermediate=1300,
+        bits=lambda projection, e: rates[(e + where[projection]) % len(rates)],
+        codebook=codebook,
+    )
+    layout = experts.layout()
+    x = torch.randn(tokens, 200).to(dtype)
+    ids, _ = routing(tokens, 3, len(rates))
+    ones = torch.ones(tokens, 1)
+    want = experts.routes(x, ids)
+    for slot in range(3):
+        y = run(layout, x, ids[:, slot : slot + 1], ones)
+        assert y.dtype == dtype
+        assert worst_row(y, want[:, slot]) <= BOUNDS[dtype]
+
+
+def test_a_codebook_for_each_projection():
+    for names in (("3inst", "mul1", "mcg"), ("mul1", "mcg", "3inst"), ("mcg", "mul1", "mul1")):
+        codebooks = dict(zip(("gate", "up", "down"), names, strict=True))
+        experts = make_experts(3, bits=lambda p, e: 2 + e, codebook=codebooks)
+        x = torch.randn(3, 256)
+        ids, weights = routing(3, 2, 3)
+        y = run(experts.layout(), x, ids, weights)
+        assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+def test_codebooks_without_a_kernel_are_exact():
+    experts = make_experts(3, codebook="sqg_e4m3")
+    x = torch.randn(3, 256)
+    ids, weights = routing(3, 2, 3)
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 33, 128, 129, 300, 1024])
+@pytest.mark.parametrize("count", [2, 16, 64])
+def test_numbers_of_tokens(tokens, count):
+    experts = make_experts(count, bits=lambda p, e: 3 + e % 3)
+    x = torch.randn(tokens, 256)
+    ids, weights = routing(tokens, 2, count)
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+def test_more_routes_than_go_through_together():
+    experts = make_experts(16, hidden=128, intermediate=128, bits=lambda p, e: 3 + e % 3)
+    x = torch.randn(3000, 128).bfloat16()
+    ids, weights = routing(3000, 8, 16)
+    y = run(experts.layout(), x, ids, weights, out_dtype=F32)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+# Few rows, and tiles of many.
+BOTH_WAYS = pytest.mark.parametrize("tokens", [17, 300])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("slices", [1, 2, 4, 8])
+def test_slices_add_up(slices, tokens):
+    experts = make_experts(3, slices=slices, intermediate=128, bits=lambda p, e: 3 + e, biases=True)
+    x = torch.randn(tokens, 256)
+    ids, weights = routing(tokens, 2, 3)
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 16])
+def test_many_experts(top_k):
+    experts = make_experts(256, hidden=128, intermediate=128, bits=lambda p, e: 2 + e % 5)
+    x = torch.randn(7, 128)
+    ids, weights = routing(7, top_k, 256)
+    ids[0, 0] = 255
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 120, 200])
+def test_all_tokens_on_one_expert(tokens):
+    experts = make_experts(8)
+    x = torch.randn(tokens, 256)
+    ids = torch.full((tokens, 1), 5)
+    weights = torch.rand(tokens, 1) + 0.1
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_no_expert_contribute_exactly_nothing(dtype):
+    layout = make_experts(biases=True).layout()
+    x = torch.randn(3, 256)
+    ids = torch.tensor([[0, 1], [2, 3], [3, 1]], dtype=dtype)
+    weights = torch.rand(3, 2) + 0.1
+    want = run(layout, x, ids, weights)
+    limits = torch.iinfo(dtype)
+    for bad in (-1, 4, 5, limits.min, limits.max, 1 << 20):
+        more = torch.full((3, 5), bad, dtype=dtype)
+        more[:, 1], more[:, 3] = ids[:, 0], ids[:, 1]
+        w = torch.full((3, 5), float("nan"))
+        w[:, 1], w[:, 3] = weights[:, 0], weights[:, 1]
+        assert torch.equal(run(layout, x, more, w), want)
+        nothing = run(layout, x, torch.full_like(ids, bad), weights * torch.nan)
+        assert torch.equal(nothing, torch.zeros(3, 256))
+
+
+def test_experts_held_elsewhere_and_experts_named_twice():
+    experts = make_experts(6, absent=(0, 3), bits=lambda p, e: 2 + e % 4, biases=True)
+    x = torch.randn(4, 256)
+    ids = torch.tensor([[0, 3, 3], [1, 1, 2], [4, 0, 4], [5, 5, 5]])
+    weights = torch.rand(4, 3) + 0.1
+    y = run(experts.layout(), x, ids, weights)
+    assert not y[0].any()
+    assert worst_row(y[1:], experts.want(x, ids, weights)[1:]) <= BOUNDS[F32]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation, biases, tokens):
+    experts = make_experts(gated=activation != "relu2", biases=biases, intermediate=300)
+    x = torch.randn(tokens, 256) * 2
+    ids, weights = routing(tokens, 3, 4)
+    y = run(experts.layout(), x, ids, weights, activation, routed_scale=2.5)
+    want = experts.want(x, ids, weights, activation, scale=2.5)
+    assert worst_row(y, want) <= BOUNDS[F32]
+
+
+@pytest.mark.parametrize(
+    ("activation", "after"),
+    [(a, after) for a in ("silu", "gelu", "gelu_tanh") for after in (False, True)]
+    + [("swiglu_oai", False)],
+)
+@BOTH_WAYS
+def test_limits(activation, after, tokens):
+    experts = make_experts(biases=True)
+    x = torch.randn(tokens, 256) * 3
+    ids, weights = routing(tokens, 2, 4)
+    y = run(experts.layout(), x, ids, weights, activation, limit=1.25, limit_after=after)
+    want = experts.want(x, ids, weights, activation, 1.25, after)
+    assert worst_row(y, want) <= BOUNDS[F32]
+
+
+@BOTH_WAYS
+def test_large_and_small_activations(tokens):
+    experts = make_experts()
+    layout = experts.layout()
+    ids, weights = routing(tokens, 2, 4)
+    base = torch.randn(tokens, 256)
+    for scale in (1e-18, 1e12):
+        x = (base * scale).to(BF16)
+        y = run(layout, x, ids, weights, out_dtype=F32)
+        assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+    x = base.to(BF16)
+    x[:, 7] = 1e5
+    y = run(layout, x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[BF16]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(129, 1), (200, 300), (255, 129), (384, 128), (2200, 3300), (3300, 130)]
+)
+def test_padded_sizes(hidden, inner, tokens):
+    """The last two: K is cut into segments of two lengths."""
+    experts = make_experts(hidden=hidden, intermediate=inner, biases=True)
+    x = torch.randn(tokens, hidden)
+    ids, weights = routing(tokens, 2, 4)
+    y = run(experts.layout(), x, ids, weights)
+    assert y.shape == (tokens, hidden)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("slices", [1, 4])
+def test_vectors_that_experts_share(slices, tokens):
+    experts = make_experts(3, slices=slices, intermediate=128, bits=lambda p, e: 3 + e)
+    x = torch.randn(tokens, 256)
+    ids, weights = routing(tokens, 2, 3)
+    for projection, kind in (("gate", "suh"), ("up", "suh"), ("down", "svh")):
+        for r in range(slices):
+            one = getattr(getattr(experts, projection)[0][r], kind)
+            for ranks in getattr(experts, projection):
+                object.__setattr__(ranks[r], kind, one)
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+    for gate, up in zip(experts.gate, experts.up, strict=True):
+        for r in range(slices):
+            object.__setattr__(gate[r], "suh", up[r].suh)
+    layout = experts.layout()
+    assert layout.gate_suh is layout.up_suh
+    y = run(layout, x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+def test_one_vector_of_gate_among_many_of_up():
+    """Both begin at the same address."""
+    experts = make_experts(3)
+    for ts in experts.gate:
+        object.__setattr__(ts[0], "suh", experts.up[0][0].suh)
+    layout = experts.layout()
+    object.__setattr__(layout, "gate_suh", layout.up_suh[:1])
+    x = torch.randn(5, 256)
+    ids, weights = routing(5, 2, 3)
+    on_gpu = layout.to("cuda")
+    object.__setattr__(on_gpu, "gate_suh", on_gpu.up_suh[:1])
+    y = OPS.rank_sliced_moe_inference(
+        x.cuda(), ids.cuda(), weights.cuda(), *arguments(on_gpu), *options(on_gpu)
+    )
+    assert worst_row(y.cpu(), experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(value, tokens):
+    layout = make_experts().layout()
+    x = torch.randn(tokens, 256)
+    ids, weights = routing(tokens, 2, 4)
+    want = run(layout, x, ids, weights)
+    x[1, 200] = value
+    y = run(layout, x, ids, weights)
+    others = [row for row in range(tokens) if row != 1]
+    assert not y[1].isfinite().any()
+    assert torch.equal(y[others], want[others])
+
+
+@BOTH_WAYS
+def test_ids_of_no_expert_beside_others(tokens):
+    experts = make_experts(6, absent=(0, 3), biases=True)
+    x = torch.randn(tokens, 256)
+    ids, weights = routing(tokens, 4, 6)
+    ids[::3, 1], ids[1::5, 2] = -1, 1 << 40
+    ids[2] = torch.tensor([0, 3, -7, 6])
+    y = run(experts.layout(), x, ids, weights)
+    want = experts.want(x, ids, weights)
+    hit = np.abs(want).sum(1) > 0
+    assert not y[~torch.from_numpy(hit)].any()
+    assert worst_row(y[torch.from_numpy(hit)], want[hit]) <= BOUNDS[F32]
+
+
+def test_a_plan_covers_all_that_is_smaller():
+    sizes = {"experts": 100, "slices": 2, "hidden": 3200, "intermediate": 3300, "device": "cuda"}
+    for tokens, top_k in ((1, 1), (17, 2), (86, 8), (129, 8), (3000, 5), (9000, 7)):
+        nbytes = trellis_ops.moe_plan(tokens, top_k, **sizes).nbytes
+        for fewer in (1, tokens // 3, tokens - 1):
+            assert nbytes >= trellis_ops.moe_plan(max(fewer, 1), top_k, **sizes).nbytes
+        for fewer in (1, top_k - 1):
+            assert nbytes >= trellis_ops.moe_plan(tokens, max(fewer, 1), **sizes).nbytes
+        smaller = {"experts": (98, 16, 1), "slices": (1,), "hidden": (3072, 128)}
+        for name, values in {**smaller, "intermediate": (3000, 128)}.items():
+            for less in values:
+                assert nbytes >= trellis_ops.moe_plan(tokens, top_k, **{**sizes, name: less}).nbytes
+
+
+def test_strides():
+    layout = make_experts().layout().to("cuda")
+    ids, weights = (t.cuda() for t in routing(12, 2, 4))
+    base = torch.randn(12, 2, 256, device="cuda")
+    wide = torch.stack((ids, ids + 7), 2)
+
+    def moe(x, ids, weights):
+        return OPS.rank_sliced_moe_inference(x, ids, weights, *arguments(layout), *options(layout))
+
+    want = moe(base[:, 1].contiguous(), ids, weights)
+    assert torch.equal(moe(base[:, 1], wide[..., 0], weights.t().contiguous().t()), want)
+
+
+# ---- determinism ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
+    layout = make_experts(8, intermediate=2304, bits=lambda p, e: 2 + e % 4).layout()
+    x = torch.randn(128, 256).to(dtype)
+    ids, weights = routing(128, 3, 8)
+    want = run(layout, x, ids, weights)
+    for _ in range(20):
+        assert torch.equal(run(layout, x, ids, weights), want)
+    for first, last in ((0, 1), (3, 9), (40, 73), (0, 127)):
+        part = run(layout, x[first:last], ids[first:last], weights[first:last])
+        assert torch.equal(part, want[first:last])
+    large = torch.randn(500, 256).to(dtype)
+    ids, weights = routing(500, 3, 8)
+    assert torch.equal(run(layout, large, ids, weights), run(layout, large, ids, weights))
+
+
+# ---- capture, workspaces, streams -------------------------------------------------------------
+
+
+def module_of(seed: int = 0) -> Exl3MoE:
+    experts = make_experts(8, bits=lambda p, e: 3 + e % 3, seed=seed)
+    return Exl3MoE(experts.layout()).cuda()
+
+
+def test_capture_at_any_number_of_tokens():
+    """The first call of each size is a captured one; replays equal eager and allocate nothing."""
+    module = module_of()
+    for tokens in (*range(1, 41), 200, 512):
+        x = torch.randn(tokens, 256, device="cuda").bfloat16()
+        ids, weights = (t.cuda() for t in routing(tokens, 2, 8))
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = module(x, ids, weights)
+        x.copy_(torch.randn_like(x))
+        new_ids, new_weights = routing(tokens, 2, 8, seed=tokens)
+        ids.copy_(new_ids), weights.copy_(new_weights)
+        before = torch.cuda.memory_allocated()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+        assert torch.equal(y, module(x, ids, weights))
+
+
+def test_first_call_of_a_process_is_captured():
+    script = """
+        import sys, torch
+        sys.path[:0] = sys.argv[1:]
+        from experts import make_experts, routing
+        from trellis_ops import Exl3MoE
+        module = Exl3MoE(make_experts(4).layout()).cuda()
+        x = torch.randn(3, 256, device="cuda")
+        ids, weights = (t.cuda() for t in routing(3, 2, 4))
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = module(x, ids, weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, module(x, ids, weights))
+        print("equal")
+    """
+    folders = [path for path in sys.path if path.endswith("tests")]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *folders], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_a_workspace_is_all_that_a_call_needs():
+    module = module_of()
+    plan = module.plan(64, 2)
+    workspace = Workspace(plan)
+    assert workspace.buffer.nbytes == plan.nbytes
+    for tokens in (1, 5, 64):
+        torch.cuda.empty_cache()  # a block that was larger than needed would count as a whole
+        x = torch.randn(tokens, 256, device="cuda")
+        ids, weights = (t.cuda() for t in routing(tokens, 2, 8))
+        with torch.no_grad():
+            module.workspace = None
+            want = module(x, ids, weights)
+            module.workspace = workspace
+            workspace.buffer.fill_(0xFF)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y = module(x, ids, weights)
+            torch.cuda.synchronize()
+        assert torch.equal(y, want)
+        assert torch.cuda.max_memory_allocated() - before <= -(-y.nbytes // 512) * 512
+    with pytest.raises(ValueError, match=r"tokens is 65, expected at most 64"):
+        module(torch.randn(65, 256, device="cuda"), *(t.cuda() for t in routing(65, 2, 8)))
+
+
+def test_many_captures_do_not_grow_memory():
+    module = module_of()
+    x = torch.randn(7, 256, device="cuda")
+    ids, weights = (t.cuda() for t in routing(7, 2, 8))
+    module.workspace = Workspace(module.plan(7, 2))
+    pool = torch.cuda.graph_pool_handle()
+    used = []
+    for _ in range(200):
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+            module(x, ids, weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        del graph
+        used.append(torch.cuda.memory_reserved())
+    assert used[-1] == used[10]
+
+
+def test_two_models_on_two_streams():
+    modules = [module_of(0), module_of(1)]
+    x = torch.randn(16, 256, device="cuda")
+    ids, weights = (t.cuda() for t in routing(16, 2, 8))
+    streams = [torch.cuda.Stream() for _ in modules]
+    with torch.no_grad():
+        wants = [module(x, ids, weights) for module in modules]
+        for module in modules:
+            module.workspace = Workspace(module.plan(16, 2))
+        torch.cuda.synchronize()
+        got = [[], []]
+        for _ in range(50):
+            for i, (module, stream) in enumerate(zip(modules, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    got[i].append(module(x, ids, weights))
+        torch.cuda.synchronize()
+    for want, results in zip(wants, got, strict=True):
+        assert all(torch.equal(y, want) for y in results)
+
+
+def test_compiles_whole_and_without_a_compilation_for_each_size():
+    from torch._dynamo.utils import counters
+
+    module = module_of()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (300, 1, 2, 17, 40):
+            x = torch.randn(tokens, 256, device="cuda").bfloat16()
+            ids, weights = (t.cuda() for t in routing(tokens, 2, 8))
+            assert torch.equal(compiled(x, ids, weights), module(x, ids, weights))
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_gradients():
+    experts = make_experts(4)
+    module = Exl3MoE(experts.layout()).cuda()
+    ids, weights = (t.cuda() for t in routing(5, 2, 4))
+    x = torch.randn(5, 256, device="cuda", requires_grad=True)
+    weights.requires_grad_()
+    y = module(x, ids, weights)
+    direction = torch.randn_like(y)
+    y.backward(direction)
+    step = 1e-3
+    change = torch.randn(5, 256).double().numpy()
+    there, back = (
+        experts.want(
+            torch.from_numpy(x.detach().cpu().double().numpy() + s * change),
+            ids.cpu(),
+            weights.detach().cpu(),
+        )
+        for s in (step, -step)
+    )
+    want = float(((there - back) / (2 * step) * direction.cpu().double().numpy()).sum())
+    got = float((x.grad.cpu().double().numpy() * change).sum())
+    assert abs(got - want) <= 1e-3 * np.linalg.norm(change) * np.linalg.norm(
+        x.grad.cpu().double().numpy()
+    )
+    routes = experts.routes(x.detach().cpu(), ids.cpu())
+    by_weight = (routes * direction.cpu().double().numpy()[:, None]).sum(-1)
+    assert worst_row(weights.grad.cpu(), by_weight) <= 1e-3
