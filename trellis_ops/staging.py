@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def staged(directory: Path, op: str) -> Iterator[Path]:
-    """A folder beside ``directory`` whose files move there when all of them are written.
+    """A hidden folder whose files move to ``directory`` when all of them are written.
 
     Args:
         directory: made if missing. Where it exists, its files of the same names are replaced, and
@@ -23,7 +23,9 @@ def staged(directory: Path, op: str) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{op}: {directory} exists and is no directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
+    # In it where it exists: what is around it may be another file system, or not be writable.
+    parent = directory if directory.exists() else directory.parent
+    staging = parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
     staging.mkdir()
     try:
         yield staging
@@ -33,8 +35,11 @@ def staged(directory: Path, op: str) -> Iterator[Path]:
         if directory.exists():
             _reject_strangers(directory, {file.name for file in staging.iterdir()}, op)
             # Weights last: until then the old ones stand, and the new ones' name is never half.
-            for file in sorted(staging.iterdir(), key=lambda file: "safetensors" in file.name):
-                os.replace(file, directory / file.name)
+            written = [file for file in staging.rglob("*") if file.is_file()]
+            for file in sorted(written, key=lambda file: "safetensors" in file.name):
+                target = directory / file.relative_to(staging)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
         else:
             os.replace(staging, directory)
     finally:

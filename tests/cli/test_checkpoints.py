@@ -178,3 +178,12 @@ def test_dequantize_writes_an_ordinary_checkpoint(tmp_path, capsys, family):
 def test_dequantize_of_a_folder_without_a_model(tmp_path, capsys):
     assert main(["dequantize", str(tmp_path), str(tmp_path / "b")]) == 2
     assert "has no config.json, expected a checkpoint's folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_convert_with_a_config_that_is_none(tmp_path, capsys, text):
+    folder = rank_sliced(tmp_path / "a", whole=True)[1]
+    (folder / "config.json").write_text(text)
+    assert main(["convert", str(folder), str(tmp_path / "b")]) == 2
+    assert f"{folder / 'config.json'}: " in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()

@@ -266,6 +266,12 @@ I16 = torch.int16
             "('trellis', 'suh', 'svh', 'su', 'sv', 'bias', 'mcg', 'mul1', 'sqg')",
         ),
         (matrix(trellis=None), "q_proj.suh has no trellis beside it"),
+        (matrix(trellis=None, svh=None), "q_proj.suh has no trellis beside it"),
+        (
+            {"q_proj.su": torch.zeros(16, dtype=torch.int16)},
+            "q_proj.su has no trellis beside it",
+        ),
+        ({"q_proj.mul1": marker(0x83DCD12D)}, "q_proj.mul1 has no trellis beside it"),
     ],
 )
 def test_tensors_that_break_the_format(tmp_path, tensors, message):
@@ -522,3 +528,20 @@ def test_ten_thousand_damaged_headers(tmp_path):
             assert "experts" in str(error)
     faulthandler.cancel_dump_traceback_later()
     assert 8_000 < errors < 10_000  # some damage, as to a name that nobody reads, is none
+
+
+def test_an_index_of_an_older_save(tmp_path):
+    written(tmp_path, matrix(), "model.safetensors")
+    stale = {"q_proj.trellis": "model-00001-of-00002.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": stale}))
+    (group,) = read_exl3_index(tmp_path).groups
+    assert group.tensors["trellis"].file == tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors"):
+        read_exl3_index(index)
+
+
+def test_no_quantization_config(tmp_path):
+    written(tmp_path, matrix())
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    assert read_exl3_index(tmp_path).quantization_config == {}

@@ -69,3 +69,19 @@ def test_without_the_adapter_the_model_is_the_loaded_one(folder, tmp_path):
 def test_no_merging_into_packed_words(folder):
     with pytest.raises(ValueError, match="an adapter cannot be merged into packed weights"):
         adapted(folder).merge_and_unload()
+
+
+def test_an_adapter_over_a_layer_in_parts(tmp_path):
+    checkpoint = Checkpoint(build("Phi3", num_hidden_layers=1))
+    cp.pack_linears(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.write(tmp_path / "phi"))
+    config = peft.LoraConfig(r=4, target_modules=["qkv_proj"], init_lora_weights=False)
+    layer = peft.get_peft_model(model, register_lora(config)).get_submodule(
+        "base_model.model.model.layers.0.self_attn.qkv_proj"
+    )
+    x = torch.randn(3, 192)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    want = layer.base_layer(x) + x @ a.T @ b.T * layer.scaling["default"]
+    torch.testing.assert_close(layer(x), want)
+    with pytest.raises(ValueError, match="cannot be merged"):
+        layer.merge()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import trellis_ops  # noqa: E402
 from trellis_ops import Exl3Linear  # noqa: E402
-from trellis_ops.integrations.quantizer import Exl3Config  # noqa: E402
+from trellis_ops.integrations.quantizer import Exl3Config, Exl3Quantizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,6 +94,21 @@ print(auto.AUTO_QUANTIZER_MAPPING["modelopt"] is Other, auto.AUTO_QUANTIZER_MAPP
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True True\n", done.stderr
     assert "another package has registered the quantiser exl3" in done.stderr
+
+
+def test_another_version_of_transformers_can_be_imported(tmp_path):
+    package = tmp_path / "transformers" / "quantizers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text('__version__ = "4.40.0"')
+    (package / "__init__.py").write_text("from . import auto")
+    (package / "auto.py").write_text("")
+    for order in ("trellis_ops, transformers.quantizers", "transformers.quantizers, trellis_ops"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {order}; print('imported')"],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.stdout == "imported\n", done.stderr
+        assert "with transformers 4.40.0, expected 5.17 or newer" in done.stderr
 
 
 # ---- what is loaded -----------------------------------------------------------------------------
@@ -400,3 +417,24 @@ def test_load_model_names_a_missing_tensor(qwen, tmp_path):
     folder = changed(qwen[1], tmp_path, **{"model.norm.weight": None})
     with pytest.raises(ValueError, match=r"the checkpoint lacks model\.norm\.weight$"):
         trellis_ops.load_model(folder)
+
+
+def test_a_classifier_has_no_use_for_the_head(qwen):
+    model, folder = qwen
+    got = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    ids = torch.arange(3, 27)[None]
+    with torch.inference_mode():
+        want = model.model(ids).last_hidden_state
+        assert distance(got.model(ids).last_hidden_state, want) < BOUND
+
+
+def test_tensor_parallelism_of_transformers_is_refused(qwen):
+    config = transformers.AutoConfig.from_pretrained(qwen[1])
+    config.distributed_config = types.SimpleNamespace(tp_size=2)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    quantizer = Exl3Quantizer(Exl3Config())
+    with pytest.raises(ValueError, match=r"tensor parallelism .* inside trellis_ops.parallel"):
+        quantizer._process_model_before_weight_loading(
+            skeleton, checkpoint_files=[qwen[1] / "model.safetensors"]
+        )

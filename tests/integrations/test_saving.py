@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -243,7 +246,7 @@ def test_old_layouts_of_a_matrix(saved):
 @pytest.mark.parametrize("field", ["suh", "svh", "trellis"])
 def test_missing_field_is_named(saved, field):
     rewritten(saved, **{f"{UP}.{field}": None})
-    with pytest.raises(ValueError, match=rf"{UP}\.(trellis|suh|svh) has no {field}"):
+    with pytest.raises(ValueError, match=rf"{UP}\.(trellis|suh|svh|mul1) has no {field}"):
         load_model(saved)
 
 
@@ -371,3 +374,58 @@ def test_file_in_place_of_the_directory(tmp_path):
     (tmp_path / "exl3").write_text("")
     with pytest.raises(NotADirectoryError, match="exl3 exists and is no directory"):
         save_model(quantized(llama()), tmp_path / "exl3")
+
+
+def test_a_folder_on_another_file_system(tmp_path):
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or os.stat(elsewhere).st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("needs a second file system")
+    model = quantized(llama())
+    with tempfile.TemporaryDirectory(dir=elsewhere) as folder:
+        (tmp_path / "link").symlink_to(folder)
+        save_model(model, tmp_path / "link")
+        assert torch.equal(logits(load_model(tmp_path / "link")), logits(model))
+        assert not [file for file in Path(folder).iterdir() if file.name.startswith(".")]
+
+
+class Tokenizer:
+    def save_pretrained(self, directory) -> None:
+        (Path(directory) / "templates").mkdir()
+        (Path(directory) / "templates" / "tool.jinja").write_text("{}")
+
+
+def test_folders_are_saved_again(tmp_path):
+    for _ in range(2):
+        save_model(quantized(llama()), tmp_path / "a", Tokenizer())
+    assert (tmp_path / "a" / "templates" / "tool.jinja").read_text() == "{}"
+
+
+def test_pickle(saved, tmp_path):
+    model = load_model(saved)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model))
+    with torch.no_grad():
+        again.model.norm.weight.fill_(0.5)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "quantization_config.json").is_file()
+    assert torch.equal(logits(load_model(tmp_path / "again")), logits(again))
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_a_variant(saved, tmp_path, size):
+    model = load_model(saved)
+    model.save_pretrained(tmp_path / "v", variant="fp16", max_shard_size=size)
+    again = load_model(tmp_path / "v", variant="fp16")
+    assert torch.equal(logits(again), logits(model))
+    record = json.loads((tmp_path / "v" / "quantization_config.json").read_text())
+    assert record["tensor_storage"]["model.layers.0.mlp.up_proj"]["quant_format"] == "exl3"
+
+
+def test_a_process_that_is_not_the_main_one(saved, tmp_path):
+    load_model(saved).save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other" / "quantization_config.json").exists()
+
+
+def test_an_older_name_of_dtype(saved):
+    assert load_model(saved, torch_dtype=torch.float16).dtype == torch.float16
+    assert load_model(saved, torch.bfloat16, torch_dtype=torch.float16).dtype == torch.bfloat16

@@ -181,6 +181,14 @@ def test_outside_of_a_process_group():
         pass
 
 
+def test_a_process_that_is_not_in_the_group(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # what new_group() gives there
+    with pytest.raises(ValueError, match="process 1 is not in the group"), sharded(outside):
+        pass
+
+
 def test_no_gradient_passes():
     part = Exl3Linear.from_tensors(matrix(256, 384, 256, 384))
     layer = RowParallelLinear(part, (512, 384), Shard("none", 0, 2))

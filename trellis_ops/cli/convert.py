@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
-from ..formats.checkpoint import Index, read_exl3_index
+from ..formats.checkpoint import Index, read_exl3_index, read_json_object
 from ..formats.coalesce import coalesced
 from ..formats.experts import ExpertSet, expert_sets
 from ..formats.reading import Reader
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     sets = {n: s for n, s in expert_sets(stems).items() if s.slices > 1}
     if not sets:
         raise ValueError(f"{options.path}: has no rank slices of experts to join")
-    config = json.loads((options.path / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(options.path / "config.json")
     ranked = update_config(config, next(iter(sets.values())).slices)
     with staged(options.output, "convert") as folder:
         write_weights(index, sets, folder, ".rank0" if ranked else "", console)

@@ -158,7 +158,7 @@ def _index(path: Path, files: list[Path], placed: Mapping[str, Path], config: di
         else:
             raise tensor.fault(f"is no tensor of an EXL3 matrix, expected one of {FIELDS}")
     _share(members, shared)
-    _reject_orphans(others)
+    _reject_orphans(others, markers)
     groups = [_group(stem, members[stem], markers, config) for stem in sorted(stems, key=_natural)]
     return Index(path, groups, sorted(others, key=lambda tensor: _natural(tensor.name)), config)
 
@@ -230,7 +230,8 @@ def _json_faults(file: Path):
         raise ValueError(f"{file}: not valid JSON: {error}") from error
 
 
-def _read_json_object(file: Path) -> dict:
+def read_json_object(file: Path) -> dict:
+    """The JSON object in a file; ValueError where it holds something else."""
     with _json_faults(file):
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
@@ -241,11 +242,15 @@ def _read_json_object(file: Path) -> dict:
 def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files to read, and where an index file says that each tensor is."""
     if not path.is_dir():
-        return _files_of_index(path) if path.name.endswith(".index.json") else ([path], {})
+        return _files_of_index(path) if path.suffix == ".json" else ([path], {})
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         names = ", ".join(file.name for file in indices)
         raise ValueError(f"{path}: has {len(indices)} index files ({names}), name one of them")
+    whole = path / "model.safetensors"
+    if indices and whole.is_file():
+        # transformers looks for that first; it leaves the index of an older save beside it.
+        return [whole], {}
     if indices:
         return _files_of_index(indices[0])
     files = sorted(path.glob("*.safetensors"))
@@ -255,7 +260,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _files_of_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
-    places = _read_json_object(index).get("weight_map")
+    places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index}: has no object weight_map")
     placed = {}
@@ -301,10 +306,12 @@ def _quantization_config(folder: Path) -> dict:
     """quantization_config.json, or else the entry of that name in config.json, or else {}."""
     own, model = folder / "quantization_config.json", folder / "config.json"
     if own.is_file():
-        return _read_json_object(own)
+        return read_json_object(own)
     if not model.is_file():
         return {}
-    entry = _read_json_object(model).get("quantization_config", {})
+    entry = read_json_object(model).get("quantization_config")
+    if entry is None:
+        return {}
     if not isinstance(entry, dict):
         raise ValueError(f"{model}: quantization_config is {entry!r:.40}, expected an object")
     return entry
@@ -411,10 +418,11 @@ def _check_marker(tensor: TensorInfo, marker: str, values: Mapping[str, int]) ->
         raise tensor.fault(f"has the value {value:#010x}, expected {wanted:#010x}")
 
 
-def _reject_orphans(others: Iterable[TensorInfo]) -> None:
-    """Both vectors of a matrix without its trellis: a part of the checkpoint is missing."""
-    vectors = {t.name: t for t in others if _field(t.name) in ("suh", "svh")}
-    for name, tensor in vectors.items():
-        partner = "svh" if _field(name) == "suh" else "suh"
-        if name[: -len(partner)] + partner in vectors:
+def _reject_orphans(others: Iterable[TensorInfo], markers: Mapping[str, int]) -> None:
+    """What is left of a matrix without its trellis: a part of the checkpoint is missing."""
+    kinds = {"suh": "F16", "svh": "F16", "su": "I16", "sv": "I16"}
+    for tensor in others:
+        part = _field(tensor.name)
+        vector = tensor.dtype == kinds.get(part) and len(tensor.shape) == 1
+        if vector or (part in MARKERS and markers.get(tensor.name) == MARKERS[part]):
             raise tensor.fault("has no trellis beside it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from importlib.abc import Loader, MetaPathFinder
 
 _REGISTRY = "transformers.quantizers.auto"
@@ -23,7 +24,16 @@ def register_with_transformers() -> None:
 
 def _fill_registry() -> None:
     # Its import registers. Where that import itself has come to the registry, it is under way.
-    from . import quantizer as quantizer
+    try:
+        from . import quantizer as quantizer
+    except ImportError as error:
+        # Nobody's import of transformers shall fail for a plugin that it may not even need.
+        version = getattr(sys.modules.get("transformers"), "__version__", "?")
+        warnings.warn(
+            f"trellis_ops: EXL3 models cannot be loaded with transformers {version}, "
+            f"expected 5.17 or newer: {error}",
+            stacklevel=2,
+        )
 
 
 class _Finder(MetaPathFinder):

@@ -34,6 +34,7 @@ def load_model(
     from .quantizer import Exl3Config
 
     directory = str(directory)
+    older = options.pop("torch_dtype", None)  # the name that it had before transformers 5
     known = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only", "subfolder")
     hub = {name: options[name] for name in known if name in options}
     config = AutoConfig.from_pretrained(directory, **hub)
@@ -42,7 +43,7 @@ def load_model(
         options.setdefault("quantization_config", Exl3Config())
     model, info = _class_of(config).from_pretrained(
         directory,
-        dtype=dtype or "auto",
+        dtype=dtype or older or "auto",
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # named below, where transformers says only that there is one
         **options,

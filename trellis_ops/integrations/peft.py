@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..nn import Exl3Linear
+from ..nn import Exl3Linear, Exl3Parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
 def register_lora(config: LoraConfig) -> LoraConfig:
-    """Tells a LoraConfig that its target modules may be :class:`Exl3Linear`.
+    """Tells a LoraConfig that its target modules may be Exl3Linear or Exl3Parts.
 
     The layer is as it was and stays frozen; adapters are added to its results and train. They
     cannot be merged into packed weights: ``merge_and_unload`` raises.
@@ -19,7 +19,8 @@ def register_lora(config: LoraConfig) -> LoraConfig:
     Returns:
         The same config, for ``get_peft_model``.
     """
-    config._register_custom_module({Exl3Linear: _adapter()})
+    adapter = _adapter()
+    config._register_custom_module({Exl3Linear: adapter, Exl3Parts: adapter})
     return config
 
 

@@ -305,11 +305,13 @@ class _Placer:
 
     def _reject_rest(self) -> None:
         """What no module claimed, unless the model leaves it out on purpose."""
-        headless = self.result.prefix not in self.result.roots  # a base model
+        heads = ()
+        if self.model.get_output_embeddings() is None:  # a base model, or one that classifies
+            heads = "lm_head", f"{self.result.prefix}.lm_head"
         for stem, group in list(self.groups.items()):
             names = f"{stem}.trellis", f"{group.name}.trellis"
             # Not before: patterns of a class may match layers that this very model has.
-            if any(map(self.ignored, names)) or (headless and stem == "lm_head"):
+            if any(map(self.ignored, names)) or stem in heads:
                 self.result.ignored.append(group.name)
                 self.result.consumed.add(stem)
                 del self.groups[stem]

@@ -64,6 +64,12 @@ class Exl3Quantizer(HfQuantizer):
         files = [str(file) for file in checkpoint_files or ()]
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise ValueError(f"exl3: the weights are in {files}, expected safetensors files")
+        split = getattr(model.config, "distributed_config", None)
+        if any((getattr(split, name, None) or 1) > 1 for name in ("tp_size", "ep_size")):
+            raise ValueError(
+                "exl3: transformers' own tensor parallelism (tp_plan, distributed_config) cannot "
+                "split packed layers; load inside trellis_ops.parallel.sharded() without it"
+            )
         tail = tail_of(model.config)
         if tail is not None:
             check_tail(tail)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,18 +108,25 @@ def attach(model: PreTrainedModel) -> None:
 
     transformers offers no place for it: its hook for quantisers is not told the directory.
     """
-    model.save_pretrained = types.MethodType(_save_pretrained, model)
+    # Not a bound method: pickle looks that up again by its name, in vain.
+    model.save_pretrained = functools.partial(_save_pretrained, model)
 
 
 def _save_pretrained(self: PreTrainedModel, save_directory, *args, **kwargs) -> None:
-    type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    save = type(self).save_pretrained
+    save(self, save_directory, *args, **kwargs)
     if getattr(self, "hf_quantizer", None) is None or getattr(self, "_hf_peft_config_loaded", None):
         return
+    given = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+    if not given.get("is_main_process", True):
+        return
+    variant = f".{given['variant']}" if given.get("variant") else ""
     folder = Path(save_directory)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     record = config["quantization_config"]
     # A former save into the folder may have left the other of the two.
-    written = [folder / "model.safetensors", folder / "model.safetensors.index.json"]
+    names = f"model{variant}.safetensors", f"model.safetensors.index{variant}.json"
+    written = [folder / name for name in names]
     newest = max(filter(Path.is_file, written), key=lambda file: file.stat().st_mtime_ns)
     record["tensor_storage"] = tensor_storage(read_exl3_index(newest))
     text = json.dumps(record, indent=2) + "\n"

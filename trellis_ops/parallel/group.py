@@ -59,12 +59,18 @@ def sharded(group: dist.ProcessGroup | None = None) -> Iterator[Shard]:
 
     Raises:
         RuntimeError: it is not.
+        ValueError: this process is not in the group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
             "sharded: torch.distributed is not initialised, expected init_process_group() before"
         )
     group = group or dist.group.WORLD
+    # new_group() gives a number where the process is no member.
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"sharded: process {dist.get_rank()} is not in the group, expected one of its members"
+        )
     shard = Shard(group.group_name, dist.get_rank(group), dist.get_world_size(group))
     token = _current.set(shard)
     try:
