@@ -488,3 +488,15 @@ def test_a_short_bias_of_an_expert_is_refused(tmp_path, projection, size):
     checkpoint.tensors[name] = checkpoint.tensors[name][: size - 1].clone()
     with pytest.raises(ValueError, match=rf"{name} is F16 \[{size - 1}\], expected \[{size}\]"):
         load(checkpoint.write(tmp_path))
+
+
+def test_dequantize_refuses_before_it_replaces(tmp_path):
+    checkpoint = Checkpoint(build("Qwen3Moe", **{**cp.MOE["Qwen3Moe"], "num_hidden_layers": 1}))
+    checkpoint.experts("model.layers.0.mlp.experts", lambda p, e: 3)
+    cp.pack_linears(checkpoint, skip=("gate",))
+    model = load(checkpoint.write(tmp_path))
+    before = list(model.modules())
+    model.hf_quantizer.placement.experts.clear()
+    with pytest.raises(ValueError, match="mlp.experts does not come from a checkpoint"):
+        model.dequantize()
+    assert list(model.modules()) == before
