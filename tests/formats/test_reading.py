@@ -44,6 +44,13 @@ def test_the_whole_and_its_parts(stored):
         assert same(part, slice_rows(matrix, begin, end))
 
 
+@pytest.mark.parametrize("part", [{}, {"columns": (128, 256)}, {"rows": (128, 256)}])
+def test_parts_hold_nothing_else(stored, part):
+    for name, tensor in Reader().parts(stored[0], **part).items():
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [

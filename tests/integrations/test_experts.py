@@ -478,3 +478,25 @@ def test_rank_slices_under_the_names_of_deepseek_v4(tmp_path):
     module = model.get_submodule(NAME)
     assert (module.activation, module.limit, module.layout().slices) == ("silu", 10.0, 2)
     assert distance(logits(model), logits(dense)) < BOUND
+
+
+@pytest.mark.parametrize(("projection", "size"), [("up", 160), ("down", 192)])
+def test_a_short_bias_of_an_expert_is_refused(tmp_path, projection, size):
+    checkpoint = Checkpoint(build("GptOss", **{**cp.MOE["GptOss"], "num_hidden_layers": 1}))
+    checkpoint.experts("model.layers.0.mlp.experts", lambda p, e: 3)
+    name = f"model.layers.0.mlp.experts.2.{projection}_proj.bias"
+    checkpoint.tensors[name] = checkpoint.tensors[name][: size - 1].clone()
+    with pytest.raises(ValueError, match=rf"{name} is F16 \[{size - 1}\], expected \[{size}\]"):
+        load(checkpoint.write(tmp_path))
+
+
+def test_dequantize_refuses_before_it_replaces(tmp_path):
+    checkpoint = Checkpoint(build("Qwen3Moe", **{**cp.MOE["Qwen3Moe"], "num_hidden_layers": 1}))
+    checkpoint.experts("model.layers.0.mlp.experts", lambda p, e: 3)
+    cp.pack_linears(checkpoint, skip=("gate",))
+    model = load(checkpoint.write(tmp_path))
+    before = list(model.modules())
+    model.hf_quantizer.placement.experts.clear()
+    with pytest.raises(ValueError, match="mlp.experts does not come from a checkpoint"):
+        model.dequantize()
+    assert list(model.modules()) == before

@@ -387,6 +387,18 @@ def test_a_lost_bias_is_refused(qwen, tmp_path):
         load(folder)
 
 
+def test_a_short_bias_is_refused(qwen, tmp_path):
+    name = "model.layers.1.self_attn.q_proj.bias"
+    stored = load_file(qwen[1] / "model.safetensors")[name]
+    changed(qwen[1], tmp_path, **{name: stored[:191].clone()})
+    message = rf"{name} is F16 \[191\], expected \[192\] as the model, or \[256\]"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    # Any more than that is padding.
+    changed(qwen[1], tmp_path, **{name: stored[:200].clone()})
+    assert distance(logits(load(tmp_path)), logits(qwen[0])) < BOUND
+
+
 def test_a_lost_part_of_a_fused_layer_is_refused(tmp_path):
     model = build("Phi3")
     checkpoint = Checkpoint(model)

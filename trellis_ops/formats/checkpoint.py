@@ -78,6 +78,14 @@ class Exl3Group:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def check_bias(self, out_features: int) -> None:
+        """Raises ValueError where there is a bias, and it is shorter than the logical outputs."""
+        bias = self.tensors.get("bias")
+        if bias is not None and bias.shape[0] < out_features:
+            raise bias.fault(
+                f"is {bias}, expected [{out_features}] as the model, or [{self.out_features}]"
+            )
+
 
 @dataclass(frozen=True)
 class Index:

@@ -60,7 +60,7 @@ class Reader:
             stored = self.read(tensors["bias"]).half()
             full = torch.nn.functional.pad(stored, (0, group.out_features - stored.shape[0]))
             found["bias"] = full[outer]
-        return found
+        return {name: _own(tensor) for name, tensor in found.items()}
 
     def matrix(
         self,
@@ -93,6 +93,16 @@ def _blocks(group: Exl3Group, name: str, part: tuple[int, int] | None, size: int
             f"expected multiples of {block} between 0 and {size}"
         )
     return slice(begin, end)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without what it was cut from: a part of a tensor in a file may be a strided view.
+
+    Every product would copy that anew, and a saved or copied model would keep the whole.
+    """
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _tiles(part: slice) -> slice:

@@ -221,6 +221,8 @@ def _slice_size(experts: ExpertSet, dense: Dense) -> int:
                 f"{shape[0]} x {shape[1]} (in x out, padded) for the model's experts "
                 f"of {dense.hidden} x {whole}"
             )
+    for (projection, *_), group in experts.matrices.items():
+        group.check_bias(dense.hidden if projection == "down" else size)
     return size
 
 

@@ -360,3 +360,4 @@ def _check_size(group: Exl3Group, in_features: int, out_features: int) -> None:
             f"{wanted[0]} x {wanted[1]} (in x out, padded) for the model's "
             f"{in_features} x {out_features}"
         )
+    group.check_bias(out_features)

@@ -171,12 +171,13 @@ class Exl3Quantizer(HfQuantizer):
         dtype = dtype or model.dtype
         modules = dict(model.named_modules())
         parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, Exl3Parts))
-        for name, module in modules.items():
+        for name, module in modules.items():  # before anything is replaced
             if isinstance(module, SPLIT):
                 raise ValueError(f"dequantize: {name} is split over processes")
+            if isinstance(module, Exl3MoE) and name not in self.placement.experts:
+                raise ValueError(f"dequantize: {name} does not come from a checkpoint")
+        for name, module in modules.items():
             if isinstance(module, Exl3MoE):
-                if name not in self.placement.experts:
-                    raise ValueError(f"dequantize: {name} does not come from a checkpoint")
                 original, dense = self.placement.experts[name]
                 model.set_submodule(name, experts.dequantize(original, dense, module, dtype))
             elif isinstance(module, (Exl3Linear, Exl3Parts)) and not name.startswith(parts):
