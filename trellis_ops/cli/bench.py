@@ -342,9 +342,16 @@ class _Cpu:
             turn += 1
         return {name: sorted(seconds)[len(seconds) // 4] * 1e6 for name, seconds in times.items()}
 
+    def time(self, calls: list[Callable[[], torch.Tensor]]) -> float:
+        return self.times({"alone": calls})["alone"]
+
+    def kernel(self, call: Callable[[], torch.Tensor]) -> str:
+        """Name of the one for a row; more rows of an expert may have another."""
+        return gemm_kernel(1)
+
     def read_bandwidth(self) -> float:
         data = torch.ones(1 << 26, dtype=torch.float32)
-        return data.nbytes / self.times({"sum": [data.sum]})["sum"] * 1e6
+        return data.nbytes / self.time([data.sum]) * 1e6
 
 
 def _table(results: list[Row], bench, bandwidth: float) -> Table:
