@@ -67,10 +67,6 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace) {
   if (tokens == 0) return y;
   MoeArguments aligned = a;
   aligned.packed = trellis::cuda::aligned(a.packed);
-  // Kernels take one pointer for one vector.
-  if (a.gate_suh && a.gate_suh->const_data_ptr() == a.up_suh.const_data_ptr() &&
-      a.gate_suh->size(0) != a.up_suh.size(0))
-    aligned.gate_suh = torch::stable::clone(*a.gate_suh);
   trellis::Kept kept;
   const trellis::Moe m = trellis::moe_of(aligned, y, kept);
   Tensor scratch =

@@ -92,7 +92,7 @@ class Experts {
         m_(m),
         s_(scratch(m, workspace)),
         gated_(m.gate.suh.data != nullptr),
-        one_rotation_(m.gate.suh.data == m.up.suh.data && m.gate.suh.rows == m.up.suh.rows) {}
+        one_rotation_(one_rotation(m)) {}
 
   void run() {
     for (int64_t token = 0; token < m_.tokens; token += s_.chunk_tokens) {

@@ -48,6 +48,12 @@ struct Moe {
   DType y_dtype;
 };
 
+// Whether one rotation of a row serves gate and up: they have the very same vectors, or there is no gate.
+TRELLIS_ANYWHERE inline bool one_rotation(const Moe& m) {
+  return m.gate.suh.data == nullptr ||
+         (m.gate.suh.data == m.up.suh.data && m.gate.suh.rows == m.up.suh.rows);
+}
+
 // Scratch for that many tokens; it does not shrink as an argument grows. Sizes are padded ones.
 int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
                             int64_t inner);

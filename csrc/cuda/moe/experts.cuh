@@ -254,8 +254,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
   const Units<kDown> units(m);
   const int slices = static_cast<int>(m.slices);
   const int of_unit = units.passes * units.segments;
-  // Gate and up have rows of their own unless one vector scales both.
-  const bool two_rotations = !kDown && units.passes == 2 && m.gate.suh.data != m.up.suh.data;
+  const bool two_rotations = !kDown && !one_rotation(m);
   wait_for_previous_kernel();
   const int total = *s.count * slices * units.column_blocks * of_unit;
   const int share = max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
   const int lane = threadIdx.x % 32;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   const int blocks = static_cast<int>(m.hidden / 128);
-  const int rotations = m.gate.suh.data != nullptr && m.gate.suh.data != m.up.suh.data ? 2 : 1;
+  const int rotations = one_rotation(m) ? 1 : 2;
   const int block = static_cast<int>(warp % blocks);
   const int64_t rest = warp / blocks;
   const int rotation = static_cast<int>(rest % rotations);
@@ -184,9 +184,8 @@ cudaError_t launch_sort(const Moe& m, const MoeScratch& scratch, cudaStream_t st
 
 cudaError_t launch_rotate_routes(const Moe& m, const MoeScratch& scratch, int terms,
                                  cudaStream_t stream) {
-  const bool two = m.gate.suh.data != nullptr && m.gate.suh.data != m.up.suh.data;
   const int64_t routes = m.tokens * m.top_k;
-  const int64_t warps = routes * m.slices * (two ? 2 : 1) * (m.hidden / 128);
+  const int64_t warps = routes * m.slices * (one_rotation(m) ? 1 : 2) * (m.hidden / 128);
   const cudaError_t error = prefer_shared(rotate_routes);
   if (error != cudaSuccess) return error;
   return launch_overlapping(rotate_routes, (warps + kWarpsPerBlock - 1) / kWarpsPerBlock,

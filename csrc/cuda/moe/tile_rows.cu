@@ -184,7 +184,7 @@ cudaError_t launch_rotate_slots(const Moe& m, const MoeScratch& scratch, int ter
                                 cudaStream_t stream) {
   const cudaError_t error = prefer_shared(rotate_slots);
   if (error != cudaSuccess) return error;
-  const int rotations = m.gate.suh.data != nullptr && m.gate.suh.data != m.up.suh.data ? 2 : 1;
+  const int rotations = one_rotation(m) ? 1 : 2;
   return launch_overlapping_grid(rotate_slots, grid_of(scratch.slots, m.slices * rotations),
                                  kRowWarps * 32, 0, 1, stream, m, scratch, rotations, terms);
 }

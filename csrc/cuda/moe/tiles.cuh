@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, 2)
   const int slices = static_cast<int>(m.slices), column_blocks = static_cast<int>(out / 128);
   const bool gated = m.gate.suh.data != nullptr;
   const int passes = !kDown && gated ? 2 : 1;
-  // Gate and up have rows of their own unless one vector scales both.
-  const int rotations = passes == 2 && m.gate.suh.data != m.up.suh.data ? 2 : 1;
+  const int rotations = kDown || one_rotation(m) ? 1 : 2;
   const int steps = static_cast<int>(in / 64);
   const int64_t group_bytes = static_cast<int64_t>(steps) * kTerms * 1024;
   wait_for_previous_kernel();
