@@ -38,6 +38,12 @@ __device__ __forceinline__ uint32_t hold(uint32_t value) {
   return held;
 }
 
+__device__ __forceinline__ uint64_t hold(uint64_t value) {
+  uint64_t held;
+  asm volatile("mov.b64 %0, %1;" : "=l"(held) : "l"(value));
+  return held;
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
@@ -108,6 +114,12 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------
 __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
                : "memory");
 }
 

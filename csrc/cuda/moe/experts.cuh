@@ -77,7 +77,7 @@ __device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t* ring, uint
 // which the block has when this returns; on the way starts the copies of the stretch that comes next. A
 // function rather than inlined, since a kernel has one for each rate and codebook. kTerms: FP16 numbers
 // whose sum is x.
-template <int kTileWords, bool kMul1, bool kPacked, int kTerms, int kRowGroups>
+template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
 __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch after,
                                               const PowersOfTwo& powers, uint32_t* ring,
                                               uint64_t policy, float4* segment) {
@@ -93,7 +93,7 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
 
   const int lane = threadIdx.x % 32;
   const Window<kTileWords> window(lane);
-  const Hash hash = hash_of(s.codebook);
+  const Hash hash = hash_for<kCodebook>();
 
   const uint2* x_source = reinterpret_cast<const uint2*>(s.x) + lane;
   uint2 next[kAhead][kLoads];
@@ -129,10 +129,10 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
         uint32_t v[3], p[8];
         const uint32_t* const tile = packed + i * kKTile + j * kTile;
         load_stretch<kTileWords>([=](int word) { return tile[word]; }, window, v);
-        products<kTileWords, !kMul1>(v, hash, powers, p);
+        products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
         if constexpr (kPacked) {
           uint32_t a[4];
-          packed_values<kMul1>(p, a);
+          packed_values<kCodebook == kMul1>(p, a);
 #pragma unroll
           for (int r = 0; r < kLoads; ++r)
             mma_f16(block[r % kRowGroups][j], a[0], a[1], a[2], a[3], now[r].x, now[r].y);
@@ -208,14 +208,11 @@ __device__ __forceinline__ void multiply_any(const Stretch& s, const Stretch& af
                                              const PowersOfTwo& powers, uint32_t* ring,
                                              uint64_t policy, float4* segment) {
   with_rate(s.tile_words, [&](auto tile_words) {
-    constexpr int kTileWords = decltype(tile_words)::value;
-    if (s.codebook == kMul1) {
-      multiply_stretch<kTileWords, true, true, kTerms, kRowGroups>(s, after, powers, ring, policy,
-                                                                   segment);
-    } else if constexpr (kTileWords % 16 == 0) {  // half rates exist for mul1 only
-      multiply_stretch<kTileWords, false, kPacked, kTerms, kRowGroups>(s, after, powers, ring,
-                                                                       policy, segment);
-    }
+    with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
+      constexpr int kCodebook = decltype(codebook)::value;
+      multiply_stretch<decltype(tile_words)::value, kCodebook, kPacked || kCodebook == kMul1, kTerms,
+                       kRowGroups>(s, after, powers, ring, policy, segment);
+    });
   });
 }
 
