@@ -17,28 +17,34 @@
 
 namespace trellis::cuda {
 
-constexpr int kExpertWarps = 8;
-constexpr int kExpertGroup = 4;      // k tiles fetched and multiplied at a time: half a 128-block
-constexpr int kExpertWarpTiles = 4;  // output tiles of a warp
-constexpr int kExpertColumnWarps = 8 / kExpertWarpTiles;
-constexpr int kExpertDepthWarps = kExpertWarps / kExpertColumnWarps;
-constexpr int kUnitSums = 1024;  // of eight rows
+constexpr int kUnitSums = 1024;      // of eight rows
+constexpr int kExpertDepth = 8;      // warps that share K
+constexpr int kExpertGroup = 2;      // k tiles fetched and multiplied at a time
+constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
 constexpr int kRingBytes = 64 * 1024;
-constexpr int kRingWords = kRingBytes / 4 / kExpertWarps;  // of a warp
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
-// Bytes of shared memory: the rings, sums of gate, of up and of a segment, a flag.
+// A block has as many threads as a row group's sums have quads, for each row group. So that sums do not
+// depend on the number of rows, K is shared by eight warps always; the eight output tiles are one warp's,
+// or two warps' where there are no registers for so many sums.
 template <int kRowGroups>
-constexpr int expert_shared_bytes() {
-  return kRingBytes + 3 * kRowGroups * kUnitSums * 4 + 16;
-}
+struct ExpertCut {
+  static constexpr int kColumnWarps = kRowGroups;
+  static constexpr int kTiles = 8 / kColumnWarps;
+  static constexpr int kWarps = kExpertDepth * kColumnWarps;
+  static constexpr int kBlocks = 2 / kRowGroups;  // that a multiprocessor has room for
+  static constexpr int kWarpRingBytes = kRingBytes / kWarps;
+  // Bytes of shared memory: the rings, the warps' sums of a segment, sums of gate and of up, a flag.
+  static constexpr int kShared =
+      kRingBytes + (kExpertDepth + 2) * kRowGroups * kUnitSums * 4 + 16;
+};
 
 // What a warp does of a segment.
 struct Stretch {
-  const uint32_t* tiles;  // packed words: the warp's columns at its first k tile
-  const uint32_t* x;      // fragments at its first k tile
-  const float* scales;    // of the segment's first 128-block
-  int row_words;          // from one k tile to the next
+  const char* tiles;    // packed words: the warp's columns at its first k tile
+  const uint32_t* x;    // fragments at its first k tile
+  const float* scales;  // of the segment's first 128-block
+  uint32_t row_bytes;   // from one k tile to the next
   int tile_words, codebook;
   int first, last;  // groups, counted from a 128-block's beginning
 };
@@ -54,81 +60,92 @@ __device__ __forceinline__ void add_to(float4& a, float4 b) {
 }
 
 // Starts the copies of a stretch's first groups, one for each stage of the ring.
-__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t* ring, uint64_t policy) {
-  const int lane = threadIdx.x % 32;
-  const int k_tile_words = kExpertWarpTiles * s.tile_words / 2;
-  const uint32_t* source = s.tiles + lane * 4;
-  uint32_t* to = ring + lane * 4;
+template <int kRowGroups>
+__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy) {
+  using Cut = ExpertCut<kRowGroups>;
+  const int lane_bytes = threadIdx.x % 32 * 16;
+  const int k_tile_bytes = Cut::kTiles * s.tile_words * 2;
+  const char* source = s.tiles + lane_bytes;
+  uint32_t to = ring + lane_bytes;
   for (int stage = 0; stage < expert_stages(s.tile_words); ++stage) {
     if (s.first + stage < s.last) {
 #pragma unroll
       for (int i = 0; i < kExpertGroup; ++i) {
-        for (int word = 0; lane * 4 + word < k_tile_words; word += 128)
-          copy_async_16(to + word, source + word, policy);
-        to += k_tile_words;
-        source += s.row_words;
+        for (int byte = 0; lane_bytes + byte < k_tile_bytes; byte += 512)
+          copy_async_16(to + byte, source + byte, policy);
+        to += k_tile_bytes;
+        source += s.row_bytes;
       }
     }
     copy_commit();
   }
 }
 
-// Adds up a segment, whose first groups are in the ring or on their way, in `segment` [row groups][1024],
-// which the block has when this returns; on the way starts the copies of the stretch that comes next. A
-// function rather than inlined, since a kernel has one for each rate and codebook. kTerms: FP16 numbers
-// whose sum is x.
+// Adds up a segment, whose first groups are in the ring or on their way, and leaves each depth's part in
+// `parts` [depth][row groups][1024], which the block has when this returns; on the way starts the copies of
+// the stretch that comes next. A function rather than inlined, since a kernel has one for each rate and
+// codebook. kTerms: FP16 numbers whose sum is x.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
 __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch after,
-                                              const PowersOfTwo& powers, uint32_t* ring,
-                                              uint64_t policy, float4* segment) {
-  constexpr int kTile = kTileWords / 2;
-  constexpr int kKTile = kExpertWarpTiles * kTile;
-  constexpr int kStage = kExpertGroup * kKTile;
+                                              const PowersOfTwo& powers, uint32_t ring,
+                                              uint64_t policy, float4* parts) {
+  using Cut = ExpertCut<kRowGroups>;
+  constexpr int kTiles = Cut::kTiles, kGroup = kExpertGroup;
+  constexpr uint32_t kTileBytes = kTileWords * 2;
+  constexpr uint32_t kKTileBytes = kTiles * kTileBytes;
+  constexpr uint32_t kStageBytes = kGroup * kKTileBytes;
   constexpr int kStages = expert_stages(kTileWords);
-  static_assert(kStages * kStage <= kRingWords, "the ring fits");
+  static_assert(kStages * kStageBytes <= Cut::kWarpRingBytes, "the ring fits");
   constexpr int kRows = kRowGroups * 8;
   constexpr int kLoads = kTerms * kRowGroups;
   // k tiles whose x is loaded at a time.
-  constexpr int kAhead = kLoads == 1 ? kExpertGroup : 1;
+  constexpr int kAhead = kLoads == 1 ? kGroup : 1;
+  // As in ../gemm/small.cuh.
+  constexpr bool kFourAtATime = kTileWords == 64;
 
   const int lane = threadIdx.x % 32;
-  const Window<kTileWords> window(lane);
+  Window<kTileWords> window(lane);
+  for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
+  const uint32_t lane_bytes = hold(lane * 16u);
   const Hash hash = hash_for<kCodebook>();
 
   const uint2* x_source = reinterpret_cast<const uint2*>(s.x) + lane;
   uint2 next[kAhead][kLoads];
-  const auto load_x = [&](bool real) {
+  const auto load_x = [&] {  // the last time from beyond the stretch: there is more scratch
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
-      for (int r = 0; r < kLoads; ++r)
-        next[i][r] = real ? x_source[(i * kLoads + r) * 32] : uint2{};
+      for (int r = 0; r < kLoads; ++r) next[i][r] = x_source[(i * kLoads + r) * 32];
     }
     x_source += kAhead * kLoads * 32;
   };
-  load_x(s.first < s.last);
+  load_x();
 
   int to_fetch = s.last - s.first - kStages;
-  const uint32_t* source =
-      s.tiles + lane * 4 + static_cast<int64_t>(kStages) * kExpertGroup * s.row_words;
-  float sums[kRowGroups][kExpertWarpTiles][4] = {};
-  float block[kRowGroups][kExpertWarpTiles][4] = {};  // of the current 128 inputs
-  int stage = 0;
+  const char* source = s.tiles + lane_bytes + static_cast<int64_t>(kStages) * kGroup * s.row_bytes;
+  float sums[kRowGroups][kTiles][4] = {};
+  float block[kRowGroups][kTiles][4] = {};  // of the current 128 inputs
+  uint32_t stage = ring;
   for (int group = s.first; group < s.last; ++group) {
     copy_wait<kStages - 1>();
     __syncwarp();
-    uint32_t* const packed = ring + stage * kStage;
 #pragma unroll
-    for (int i = 0; i < kExpertGroup; ++i) {
+    for (int i = 0; i < kGroup; ++i) {
       uint2 now[kLoads];
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) now[r] = next[i % kAhead][r];
-      if (i % kAhead == kAhead - 1) load_x(group + 1 < s.last || i + 1 < kExpertGroup);
+      if (i % kAhead == kAhead - 1) load_x();
+      uint32_t own[4] = {};
 #pragma unroll
-      for (int j = 0; j < kExpertWarpTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
         uint32_t v[3], p[8];
-        const uint32_t* const tile = packed + i * kKTile + j * kTile;
-        load_stretch<kTileWords>([=](int word) { return tile[word]; }, window, v);
+        const uint32_t tile = stage + i * kKTileBytes + j * kTileBytes;
+        if constexpr (kFourAtATime) {
+          if (j % 4 == 0) load_matrices(own, tile + lane_bytes);
+          v[0] = own[j % 4], v[1] = load_shared(tile + window.index[1]);
+        } else {
+          load_stretch<kTileWords>([=](int byte) { return load_shared(tile + byte); }, window, v);
+        }
         products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
         if constexpr (kPacked) {
           uint32_t a[4];
@@ -151,26 +168,26 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
     }
     __syncwarp();  // everybody has read the stage before it is filled again
     if (to_fetch-- > 0) {
+      const char* from = source;
 #pragma unroll
-      for (int i = 0; i < kExpertGroup; ++i) {
+      for (int i = 0; i < kGroup; ++i, from += s.row_bytes) {
 #pragma unroll
-        for (int word = 0; word < kKTile; word += 128) {
-          if (lane * 4 + word < kKTile)
-            copy_async_16(packed + lane * 4 + i * kKTile + word, source + i * s.row_words + word,
-                          policy);
+        for (uint32_t byte = 0; byte < kKTileBytes; byte += 512) {
+          if (kKTileBytes % 512 == 0 || lane_bytes + byte < kKTileBytes)
+            copy_async_16(stage + lane_bytes + i * kKTileBytes + byte, from + byte, policy);
         }
       }
-      source += static_cast<int64_t>(kExpertGroup) * s.row_words;
+      source = from;
     }
     copy_commit();
-    if (++stage == kStages) stage = 0;
-    if (group % 2 == 1 || group + 1 == s.last) {
+    stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
+    if (group % kBlockGroups == kBlockGroups - 1 || group + 1 == s.last) {
 #pragma unroll
       for (int r = 0; r < kRowGroups; ++r) {
-        const float2 scale =
-            *reinterpret_cast<const float2*>(s.scales + group / 2 * kRows + r * 8 + lane % 4 * 2);
+        const float2 scale = *reinterpret_cast<const float2*>(
+            s.scales + group / kBlockGroups * kRows + r * 8 + lane % 4 * 2);
 #pragma unroll
-        for (int j = 0; j < kExpertWarpTiles; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             sums[r][j][i] = fmaf(block[r][j][i], i % 2 == 0 ? scale.x : scale.y, sums[r][j][i]);
@@ -180,24 +197,18 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
       }
     }
   }
-  fill_ring(after, ring, policy);
+  fill_ring<kRowGroups>(after, ring, policy);
 
-  // The warps that share K add their sums in order.
-  const int warp = threadIdx.x / 32, depth = warp / kExpertColumnWarps;
-  float4* const mine = segment + warp % kExpertColumnWarps * kExpertWarpTiles * 32 + lane;
-  for (int turn = 0; turn < kExpertDepthWarps; ++turn) {
-    __syncthreads();  // also: whoever still read the segment before has done so
-    if (turn != depth) continue;
+  const int warp = threadIdx.x / 32, depth = warp / Cut::kColumnWarps;
+  float4* const mine = parts + depth * kRowGroups * (kUnitSums / 4) +
+                       warp % Cut::kColumnWarps * kTiles * 32 + lane;
+  __syncthreads();  // whoever still read the segment before has done so
 #pragma unroll
-    for (int r = 0; r < kRowGroups; ++r) {
+  for (int r = 0; r < kRowGroups; ++r) {
 #pragma unroll
-      for (int j = 0; j < kExpertWarpTiles; ++j) {
-        const float (&sum)[4] = sums[r][j];
-        float4* const at = mine + r * (kUnitSums / 4) + j * 32;
-        float4 so_far = turn == 0 ? float4{} : *at;
-        add_to(so_far, float4{sum[0], sum[1], sum[2], sum[3]});
-        *at = so_far;
-      }
+    for (int j = 0; j < kTiles; ++j) {
+      const float (&sum)[4] = sums[r][j];
+      mine[r * (kUnitSums / 4) + j * 32] = float4{sum[0], sum[1], sum[2], sum[3]};
     }
   }
   __syncthreads();
@@ -205,13 +216,13 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
 
 template <bool kPacked, int kTerms, int kRowGroups>
 __device__ __forceinline__ void multiply_any(const Stretch& s, const Stretch& after,
-                                             const PowersOfTwo& powers, uint32_t* ring,
-                                             uint64_t policy, float4* segment) {
+                                             const PowersOfTwo& powers, uint32_t ring,
+                                             uint64_t policy, float4* parts) {
   with_rate(s.tile_words, [&](auto tile_words) {
     with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
       constexpr int kCodebook = decltype(codebook)::value;
       multiply_stretch<decltype(tile_words)::value, kCodebook, kPacked || kCodebook == kMul1, kTerms,
-                       kRowGroups>(s, after, powers, ring, policy, segment);
+                       kRowGroups>(s, after, powers, ring, policy, parts);
     });
   });
 }
@@ -233,32 +244,36 @@ struct Units {
 // kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since
 // three layers' errors add up; BF16 ones are rounded more than that.
 template <bool kDown, bool kExact, int kRowGroups>
-__global__ void __launch_bounds__(kExpertWarps * 32, 2)
+__global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<kRowGroups>::kBlocks)
     expert_kernel(const Moe m, const MoeScratch s, const PowersOfTwo powers) {
+  using Cut = ExpertCut<kRowGroups>;
   constexpr int kRows = kRowGroups * 8;
   constexpr int kTerms = kExact ? 2 : 1;
+  constexpr int kSums = kRowGroups * (kUnitSums / 4);  // as many as threads
   extern __shared__ __align__(128) uint32_t shared[];
-  float4* const held = reinterpret_cast<float4*>(shared + kRingBytes / 4);  // [pass][row group][]
-  float4* const summed = held + 2 * kRowGroups * (kUnitSums / 4);           // [row group][]
-  int* const flag = reinterpret_cast<int*>(summed + kRowGroups * (kUnitSums / 4));
+  float4* const parts = reinterpret_cast<float4*>(shared + kRingBytes / 4);  // [depth][kSums]
+  float4* const held = parts + kExpertDepth * kSums;                         // [pass][kSums]
+  int* const flag = reinterpret_cast<int*>(held + 2 * kSums);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int depth = warp / kExpertColumnWarps;
-  const int column = warp % kExpertColumnWarps * kExpertWarpTiles;
-  uint32_t* const ring = shared + warp * kRingWords;
+  const int depth = warp / Cut::kColumnWarps;
+  const int column = warp % Cut::kColumnWarps * Cut::kTiles;
+  const uint32_t ring = shared_address(shared) + warp * Cut::kWarpRingBytes;
   const uint64_t policy = evict_first();
 
-  let_next_kernel_start();
   const Units<kDown> units(m);
   const int slices = static_cast<int>(m.slices);
   const int of_unit = units.passes * units.segments;
   const bool two_rotations = !kDown && !one_rotation(m);
-  wait_for_previous_kernel();
-  const int total = *s.count * slices * units.column_blocks * of_unit;
+  // Down may start when all of gate and up have passed this wait: the sort is done by then, and what it left
+  // is all that down needs to fetch its first weights.
+  if constexpr (!kDown) wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int count = __ldcg(s.count);
+  const int total = count * slices * units.column_blocks * of_unit;
   const int share = max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
   const int begin = min(static_cast<int>(blockIdx.x) * share, total);
   const int stop = min(begin + share, total);
-  unsigned* const arrived =
-      s.arrived + (kDown ? static_cast<int64_t>(s.row_blocks) * slices * (m.inner / 128) : 0);
+  unsigned* const arrived = kDown ? s.arrived_hidden : s.arrived_inner;
 
   const auto stretch_of = [&](int at) {
     Stretch stretch = {};
@@ -269,19 +284,19 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
               column_block = unit - sliced * units.column_blocks;
     const int pass = segment / units.segments;
     const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
-    const longlong2 matrix = s.matrices[sliced * 3 + which];
+    const longlong2 matrix = __ldcg(s.matrices + sliced * 3 + which);
     const int segment_length = segment_blocks(units.blocks);
     const int first_block = (segment - pass * units.segments) * segment_length;
-    const int groups = 2 * min(segment_length, units.blocks - first_block);
+    const int groups = kBlockGroups * min(segment_length, units.blocks - first_block);
     stretch.tile_words = static_cast<int>(matrix.y);
     stretch.codebook = kDown ? m.down.codebook : which == 0 ? m.gate.codebook : m.up.codebook;
-    stretch.first = groups * depth / kExpertDepthWarps;
-    stretch.last = groups * (depth + 1) / kExpertDepthWarps;
+    stretch.first = groups * depth / kExpertDepth;
+    stretch.last = groups * (depth + 1) / kExpertDepth;
     const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
-    const int tile = stretch.tile_words / 2;
-    stretch.row_words = units.column_blocks * 8 * tile;
-    stretch.tiles = reinterpret_cast<const uint32_t*>(m.packed + matrix.x) +
-                    k_tile * stretch.row_words + (column_block * 8 + column) * tile;
+    const int tile_bytes = stretch.tile_words * 2;
+    stretch.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
+    stretch.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
+                    k_tile * stretch.row_bytes + (column_block * 8 + column) * tile_bytes;
     const int64_t rows = two_rotations ? sliced * 2 + pass : sliced;
     stretch.x =
         (kDown ? s.inner : s.x) + (rows * units.blocks * 8 + k_tile) * kTerms * kRowGroups * 64;
@@ -291,10 +306,17 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
   };
 
   Stretch now = stretch_of(begin);
-  fill_ring(now, ring, policy);
+  fill_ring<kRowGroups>(now, ring, policy);
+  if constexpr (kDown) wait_for_previous_kernel();
+  if (kDown && s.adds && count == 0) {  // no expert: nobody else writes y
+    const int64_t quads = m.hidden / 4;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+         i < m.tokens * quads; i += static_cast<int64_t>(gridDim.x) * blockDim.x)
+      add_up(m, s, i / quads, static_cast<int>(i % quads) * 4);
+  }
   for (int at = begin; at < stop; ++at) {
     const Stretch after = stretch_of(at + 1);
-    multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, policy, summed);
+    multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, policy, parts);
     now = after;
 
     const int unit = at / of_unit, segment = at - unit * of_unit;
@@ -305,24 +327,21 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       // is its last, and has the second.
       const int place = block * share >= unit * of_unit ? 0 : 1;
       return reinterpret_cast<float4*>(s.parts) +
-             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) *
-                 (kRowGroups * kUnitSums / 4) +
-             threadIdx.x;
+             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums + threadIdx.x;
     };
+    float4 sum = parts[threadIdx.x];
 #pragma unroll
-    for (int r = 0; r < kRowGroups; ++r) {
-      float4 sum = summed[r * (kUnitSums / 4) + threadIdx.x];
-      float4* const mine = held + (pass * kRowGroups + r) * (kUnitSums / 4) + threadIdx.x;
-      if (!whole) {
-        __stcg(part_of(blockIdx.x, segment) + r * (kUnitSums / 4), sum);
-      } else {
-        if (segment > pass * units.segments) {
-          float4 so_far = *mine;
-          add_to(so_far, sum);
-          sum = so_far;
-        }
-        *mine = sum;
+    for (int d = 1; d < kExpertDepth; ++d) add_to(sum, parts[d * kSums + threadIdx.x]);
+    float4* const mine = held + pass * kSums + threadIdx.x;
+    if (!whole) {
+      __stcg(part_of(blockIdx.x, segment), sum);
+    } else {
+      if (segment > pass * units.segments) {
+        float4 so_far = *mine;
+        add_to(so_far, sum);
+        sum = so_far;
       }
+      *mine = sum;
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
     __syncthreads();
@@ -335,20 +354,17 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       __syncthreads();
       if (!last_to_come) continue;
       for (int of_pass = 0; of_pass < units.passes; ++of_pass) {
-#pragma unroll
-        for (int r = 0; r < kRowGroups; ++r) {
-          float4 so_far = {};
-          for (int i = 0; i < units.segments; ++i) {
-            const int of_segment = of_pass * units.segments + i;
-            const float4 part = __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) +
-                                       r * (kUnitSums / 4));
-            if (i == 0)
-              so_far = part;
-            else
-              add_to(so_far, part);
-          }
-          held[(of_pass * kRowGroups + r) * (kUnitSums / 4) + threadIdx.x] = so_far;
+        float4 so_far = {};
+        for (int i = 0; i < units.segments; ++i) {
+          const int of_segment = of_pass * units.segments + i;
+          const float4 part =
+              __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment));
+          if (i == 0)
+            so_far = part;
+          else
+            add_to(so_far, part);
         }
+        held[of_pass * kSums + threadIdx.x] = so_far;
       }
       __syncthreads();
     }
@@ -360,12 +376,11 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
 
     // ---- the unit's sums are complete: a warp finishes a row ---------------------------------------
     const int feature = column_block * 128 + lane * 4;
-    for (int row = warp; row < kRows; row += kExpertWarps) {
-      const int slot = row_block * kRows + row;
-      if (s.route[slot] < 0) continue;
+    const int row = warp, slot = row_block * kRows + row;
+    if (s.route[slot] >= 0) {
       const auto sums_of = [&](int of_pass, float (&z)[4]) {
         const float* const sums =
-            reinterpret_cast<const float*>(held) + (of_pass * kRowGroups + row / 8) * kUnitSums;
+            reinterpret_cast<const float*>(held + of_pass * kSums) + row / 8 * kUnitSums;
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = sums[unit_sum_index(row % 8, lane * 4 + i)];
       };
@@ -395,6 +410,15 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
                         s.inner_scales + static_cast<int64_t>(sliced) * units.column_blocks * kRows,
                         column_block, row, kRowGroups, kTerms);
       }
+    }
+    if constexpr (kDown) {
+      if (!s.adds) continue;
+      __syncthreads();
+      if (threadIdx.x == 0)
+        *flag = arrive(s.arrived_columns + column_block) ==
+                static_cast<unsigned>(count * slices - 1);
+      __syncthreads();
+      if (*flag != 0 && warp < m.tokens) add_up(m, s, warp, feature);
     }
   }
 }

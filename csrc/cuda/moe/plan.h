@@ -37,7 +37,10 @@ struct MoeScratch {
   longlong2* matrices;  // [row blocks][slices][gate, up, down]: as in the table
   int* route;           // [slots], -1: padding
   int* slot;            // [routes], -1: contributes nothing
-  unsigned* arrived;    // [row blocks][slices][128-blocks of inner], then of hidden
+  bool adds;            // down's last block of each 128 features adds the routes up
+  unsigned* arrived_inner;    // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
+  unsigned* arrived_hidden;   // the same of hidden
+  unsigned* arrived_columns;  // [128-blocks of hidden]: finished units
   // FP16 fragments [row blocks][slices][1 or 2: gate, up][k tiles][1 or 2 terms][row groups][32][2] and
   // their scales [...][128-blocks][rows]: powers of two, one for each 128 inputs of a row.
   uint32_t* x;

@@ -100,4 +100,31 @@ __device__ __forceinline__ void write_fragments(const float (&v)[4], const __hal
   if (lane == 0) scales[block * row_groups * 8 + row] = power_of_two(exponent);
 }
 
+// Four neighbours of a token's y: weights, biases and sums in the order of slots and slices.
+__device__ __forceinline__ void add_up(const Moe& m, const MoeScratch& s, int64_t token,
+                                       int feature) {
+  float sums[4] = {};
+  for (int64_t k = 0; k < m.top_k; ++k) {
+    const int64_t route = token * m.top_k + k;
+    const int slot = s.slot[route];
+    if (slot < 0) continue;
+    float value[4] = {};
+    for (int64_t slice = 0; slice < m.slices; ++slice) {
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(
+          s.results + (slot * m.slices + slice) * m.hidden + feature));
+      value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+    }
+    add_bias(m.down.bias, s.expert[slot / (s.row_groups * 8)], feature, value);
+    const float weight = load_as_float(m.weights, m.weights_dtype, route);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
+  }
+  with_dtype(m.y_dtype, m.y, [&](auto* y) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (feature + i < m.columns)
+        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
+  });
+}
+
 }  // namespace trellis::cuda
