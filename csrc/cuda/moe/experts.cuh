@@ -21,7 +21,8 @@ constexpr int kUnitSums = 1024;      // of eight rows
 constexpr int kExpertDepth = 8;      // warps that share K
 constexpr int kExpertGroup = 2;      // k tiles fetched and multiplied at a time
 constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
-constexpr int kRingBytes = 64 * 1024;
+constexpr int kWarpRingBytes = 10 * 1024;
+constexpr int kKeptMatrices = 48;  // of a block's first units, so that no segment waits for its descriptor
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
 // A block has as many threads as a row group's sums have quads, for each row group. So that sums do not
@@ -33,16 +34,16 @@ struct ExpertCut {
   static constexpr int kTiles = 8 / kColumnWarps;
   static constexpr int kWarps = kExpertDepth * kColumnWarps;
   static constexpr int kBlocks = 2 / kRowGroups;  // that a multiprocessor has room for
-  static constexpr int kWarpRingBytes = kRingBytes / kWarps;
-  // Bytes of shared memory: the rings, the warps' sums of a segment, sums of gate and of up, a flag.
-  static constexpr int kShared =
-      kRingBytes + (kExpertDepth + 2) * kRowGroups * kUnitSums * 4 + 16;
+  static constexpr int kRingBytes = kWarps * kWarpRingBytes;
+  // Bytes of shared memory: the rings, the warps' sums of a segment, descriptors, a flag.
+  static constexpr int kShared = kRingBytes + kExpertDepth * kRowGroups * kUnitSums * 4 +
+                                 kKeptMatrices * static_cast<int>(sizeof(longlong2)) + 16;
 };
 
 // What a warp does of a segment.
 struct Stretch {
   const char* tiles;    // packed words: the warp's columns at its first k tile
-  const uint32_t* x;    // fragments at its first k tile
+  const char* x;        // fragments at its first k tile
   const float* scales;  // of the segment's first 128-block
   uint32_t row_bytes;   // from one k tile to the next
   int tile_words, codebook;
@@ -59,25 +60,35 @@ __device__ __forceinline__ void add_to(float4& a, float4 b) {
   a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
 }
 
-// Starts the copies of a stretch's first groups, one for each stage of the ring.
-template <int kRowGroups>
-__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy) {
-  using Cut = ExpertCut<kRowGroups>;
-  const int lane_bytes = threadIdx.x % 32 * 16;
-  const int k_tile_bytes = Cut::kTiles * s.tile_words * 2;
+// Fragments of a k tile. A stage of a warp's ring holds a group's packed words, then its fragments.
+template <int kRowGroups, int kTerms>
+constexpr uint32_t kXBytes = kRowGroups * kTerms * 256;
+
+// Starts the copies of a stretch's first groups, one for each stage of the ring: its weights, which no launch in
+// front writes, its x, or both.
+template <int kRowGroups, int kTerms>
+__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy,
+                                          bool weights, bool x) {
+  constexpr uint32_t kX = kExpertGroup * kXBytes<kRowGroups, kTerms>;
+  const uint32_t lane_bytes = threadIdx.x % 32 * 16;
+  const uint32_t k_tile_bytes = ExpertCut<kRowGroups>::kTiles * s.tile_words * 2;
   const char* source = s.tiles + lane_bytes;
   uint32_t to = ring + lane_bytes;
   for (int stage = 0; stage < expert_stages(s.tile_words); ++stage) {
     if (s.first + stage < s.last) {
 #pragma unroll
       for (int i = 0; i < kExpertGroup; ++i) {
-        for (int byte = 0; lane_bytes + byte < k_tile_bytes; byte += 512)
+        for (uint32_t byte = 0; weights && lane_bytes + byte < k_tile_bytes; byte += 512)
           copy_async_16(to + byte, source + byte, policy);
         to += k_tile_bytes;
         source += s.row_bytes;
       }
+#pragma unroll
+      for (uint32_t byte = 0; byte < kX; byte += 512)
+        if (x) copy_async_16(to + byte, s.x + stage * kX + lane_bytes + byte);
+      to += kX;
     }
-    copy_commit();
+    if (x) copy_commit();
   }
 }
 
@@ -93,13 +104,12 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
   constexpr int kTiles = Cut::kTiles, kGroup = kExpertGroup;
   constexpr uint32_t kTileBytes = kTileWords * 2;
   constexpr uint32_t kKTileBytes = kTiles * kTileBytes;
-  constexpr uint32_t kStageBytes = kGroup * kKTileBytes;
+  constexpr uint32_t kX = kXBytes<kRowGroups, kTerms>;
+  constexpr uint32_t kStageBytes = kGroup * (kKTileBytes + kX);
   constexpr int kStages = expert_stages(kTileWords);
-  static_assert(kStages * kStageBytes <= Cut::kWarpRingBytes, "the ring fits");
+  static_assert(kStages * kStageBytes <= kWarpRingBytes, "the ring fits");
   constexpr int kRows = kRowGroups * 8;
   constexpr int kLoads = kTerms * kRowGroups;
-  // k tiles whose x is loaded at a time.
-  constexpr int kAhead = kLoads == 1 ? kGroup : 1;
   // As in ../gemm/small.cuh.
   constexpr bool kFourAtATime = kTileWords == 64;
 
@@ -109,32 +119,27 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
   const uint32_t lane_bytes = hold(lane * 16u);
   const Hash hash = hash_for<kCodebook>();
 
-  const uint2* x_source = reinterpret_cast<const uint2*>(s.x) + lane;
-  uint2 next[kAhead][kLoads];
-  const auto load_x = [&] {  // the last time from beyond the stretch: there is more scratch
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int r = 0; r < kLoads; ++r) next[i][r] = x_source[(i * kLoads + r) * 32];
-    }
-    x_source += kAhead * kLoads * 32;
-  };
-  load_x();
-
   int to_fetch = s.last - s.first - kStages;
   const char* source = s.tiles + lane_bytes + static_cast<int64_t>(kStages) * kGroup * s.row_bytes;
+  const char* x_source = s.x + lane_bytes + kStages * kGroup * kX;
   float sums[kRowGroups][kTiles][4] = {};
   float block[kRowGroups][kTiles][4] = {};  // of the current 128 inputs
+  float2 scale[kRowGroups] = {};
   uint32_t stage = ring;
   for (int group = s.first; group < s.last; ++group) {
+    if (group == s.first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
+#pragma unroll
+      for (int r = 0; r < kRowGroups; ++r)
+        scale[r] = load_global_pair(s.scales + group / kBlockGroups * kRows + r * 8 + lane % 4 * 2);
+    }
     copy_wait<kStages - 1>();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       uint2 now[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoads; ++r) now[r] = next[i % kAhead][r];
-      if (i % kAhead == kAhead - 1) load_x();
+      for (int r = 0; r < kLoads; ++r)
+        now[r] = load_shared_pair(stage + kGroup * kKTileBytes + i * kX + r * 256 + lane * 8);
       uint32_t own[4] = {};
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
@@ -178,26 +183,28 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
         }
       }
       source = from;
+#pragma unroll
+      for (uint32_t byte = 0; byte < kGroup * kX; byte += 512)
+        copy_async_16(stage + lane_bytes + kGroup * kKTileBytes + byte, x_source + byte);
+      x_source += kGroup * kX;
     }
     copy_commit();
     stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
     if (group % kBlockGroups == kBlockGroups - 1 || group + 1 == s.last) {
 #pragma unroll
       for (int r = 0; r < kRowGroups; ++r) {
-        const float2 scale = *reinterpret_cast<const float2*>(
-            s.scales + group / kBlockGroups * kRows + r * 8 + lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            sums[r][j][i] = fmaf(block[r][j][i], i % 2 == 0 ? scale.x : scale.y, sums[r][j][i]);
+            sums[r][j][i] = fmaf(block[r][j][i], i % 2 == 0 ? scale[r].x : scale[r].y, sums[r][j][i]);
             block[r][j][i] = 0.0f;
           }
         }
       }
     }
   }
-  fill_ring<kRowGroups>(after, ring, policy);
+  fill_ring<kRowGroups, kTerms>(after, ring, policy, true, true);
 
   const int warp = threadIdx.x / 32, depth = warp / Cut::kColumnWarps;
   float4* const mine = parts + depth * kRowGroups * (kUnitSums / 4) +
@@ -251,13 +258,13 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
   constexpr int kTerms = kExact ? 2 : 1;
   constexpr int kSums = kRowGroups * (kUnitSums / 4);  // as many as threads
   extern __shared__ __align__(128) uint32_t shared[];
-  float4* const parts = reinterpret_cast<float4*>(shared + kRingBytes / 4);  // [depth][kSums]
-  float4* const held = parts + kExpertDepth * kSums;                         // [pass][kSums]
-  int* const flag = reinterpret_cast<int*>(held + 2 * kSums);
+  float4* const parts = reinterpret_cast<float4*>(shared + Cut::kRingBytes / 4);  // [depth][kSums]
+  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertDepth * kSums);
+  int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int depth = warp / Cut::kColumnWarps;
   const int column = warp % Cut::kColumnWarps * Cut::kTiles;
-  const uint32_t ring = shared_address(shared) + warp * Cut::kWarpRingBytes;
+  const uint32_t ring = shared_address(shared) + warp * kWarpRingBytes;
   const uint64_t policy = evict_first();
 
   const Units<kDown> units(m);
@@ -275,6 +282,18 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
   const int stop = min(begin + share, total);
   unsigned* const arrived = kDown ? s.arrived_hidden : s.arrived_inner;
 
+  const auto matrix_of = [&](int sliced, int pass) {
+    const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
+    return __ldcg(s.matrices + sliced * 3 + which);
+  };
+  const int first_sliced = begin / of_unit / units.column_blocks;
+  if (begin < stop && threadIdx.x < kKeptMatrices) {
+    const int sliced = first_sliced + static_cast<int>(threadIdx.x) / units.passes;
+    if (sliced <= (stop - 1) / of_unit / units.column_blocks)
+      kept[threadIdx.x] = matrix_of(sliced, static_cast<int>(threadIdx.x) % units.passes);
+  }
+  __syncthreads();
+
   const auto stretch_of = [&](int at) {
     Stretch stretch = {};
     stretch.tile_words = 16;
@@ -283,13 +302,15 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
     const int sliced = unit / units.column_blocks,
               column_block = unit - sliced * units.column_blocks;
     const int pass = segment / units.segments;
-    const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
-    const longlong2 matrix = __ldcg(s.matrices + sliced * 3 + which);
+    const int place = (sliced - first_sliced) * units.passes + pass;
+    const longlong2 matrix = place < kKeptMatrices ? kept[place] : matrix_of(sliced, pass);
     const int segment_length = segment_blocks(units.blocks);
     const int first_block = (segment - pass * units.segments) * segment_length;
     const int groups = kBlockGroups * min(segment_length, units.blocks - first_block);
     stretch.tile_words = static_cast<int>(matrix.y);
-    stretch.codebook = kDown ? m.down.codebook : which == 0 ? m.gate.codebook : m.up.codebook;
+    stretch.codebook = kDown                              ? m.down.codebook
+                       : pass + 1 < units.passes ? m.gate.codebook
+                                                 : m.up.codebook;
     stretch.first = groups * depth / kExpertDepth;
     stretch.last = groups * (depth + 1) / kExpertDepth;
     const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
@@ -298,22 +319,18 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
     stretch.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
                     k_tile * stretch.row_bytes + (column_block * 8 + column) * tile_bytes;
     const int64_t rows = two_rotations ? sliced * 2 + pass : sliced;
-    stretch.x =
-        (kDown ? s.inner : s.x) + (rows * units.blocks * 8 + k_tile) * kTerms * kRowGroups * 64;
+    stretch.x = reinterpret_cast<const char*>(kDown ? s.inner : s.x) +
+                (rows * units.blocks * 8 + k_tile) * kXBytes<kRowGroups, kTerms>;
     stretch.scales =
         (kDown ? s.inner_scales : s.x_scales) + (rows * units.blocks + first_block) * kRows;
     return stretch;
   };
 
   Stretch now = stretch_of(begin);
-  fill_ring<kRowGroups>(now, ring, policy);
+  fill_ring<kRowGroups, kTerms>(now, ring, policy, true, false);
   if constexpr (kDown) wait_for_previous_kernel();
-  if (kDown && s.adds && count == 0) {  // no expert: nobody else writes y
-    const int64_t quads = m.hidden / 4;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-         i < m.tokens * quads; i += static_cast<int64_t>(gridDim.x) * blockDim.x)
-      add_up(m, s, i / quads, static_cast<int>(i % quads) * 4);
-  }
+  fill_ring<kRowGroups, kTerms>(now, ring, policy, false, true);
+  float4 held[2] = {};  // this thread's quad of the unit's sums, of gate and of up
   for (int at = begin; at < stop; ++at) {
     const Stretch after = stretch_of(at + 1);
     multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, policy, parts);
@@ -332,16 +349,17 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
     float4 sum = parts[threadIdx.x];
 #pragma unroll
     for (int d = 1; d < kExpertDepth; ++d) add_to(sum, parts[d * kSums + threadIdx.x]);
-    float4* const mine = held + pass * kSums + threadIdx.x;
     if (!whole) {
       __stcg(part_of(blockIdx.x, segment), sum);
     } else {
-      if (segment > pass * units.segments) {
-        float4 so_far = *mine;
-        add_to(so_far, sum);
-        sum = so_far;
+#pragma unroll
+      for (int of_pass = 0; of_pass < 2; ++of_pass) {
+        if (of_pass != pass) continue;
+        if (segment > pass * units.segments)
+          add_to(held[of_pass], sum);
+        else
+          held[of_pass] = sum;
       }
-      *mine = sum;
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
     __syncthreads();
@@ -353,7 +371,9 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
       const bool last_to_come = *flag != 0;
       __syncthreads();
       if (!last_to_come) continue;
-      for (int of_pass = 0; of_pass < units.passes; ++of_pass) {
+#pragma unroll
+      for (int of_pass = 0; of_pass < 2; ++of_pass) {
+        if (of_pass == units.passes) break;
         float4 so_far = {};
         for (int i = 0; i < units.segments; ++i) {
           const int of_segment = of_pass * units.segments + i;
@@ -364,10 +384,13 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
           else
             add_to(so_far, part);
         }
-        held[of_pass * kSums + threadIdx.x] = so_far;
+        held[of_pass] = so_far;
       }
-      __syncthreads();
     }
+#pragma unroll
+    for (int of_pass = 0; of_pass < 2; ++of_pass)
+      parts[of_pass * kSums + threadIdx.x] = held[of_pass];
+    __syncthreads();
     const int sliced = unit / units.column_blocks,
               column_block = unit - sliced * units.column_blocks;
     const int row_block = sliced / slices;
@@ -380,7 +403,7 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
     if (s.route[slot] >= 0) {
       const auto sums_of = [&](int of_pass, float (&z)[4]) {
         const float* const sums =
-            reinterpret_cast<const float*>(held + of_pass * kSums) + row / 8 * kUnitSums;
+            reinterpret_cast<const float*>(parts + of_pass * kSums) + row / 8 * kUnitSums;
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = sums[unit_sum_index(row % 8, lane * 4 + i)];
       };
@@ -404,7 +427,9 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           u[i] = feature + i < m.intermediate ? activate(m, g[i], u[i]) : 0.0f;
-        write_fragments(u, vector_of(m.down.suh, matrix),
+        float suh[4];
+        load_scales(vector_of(m.down.suh, matrix), column_block, suh);
+        write_fragments(u, suh,
                         s.inner + static_cast<int64_t>(sliced) * units.column_blocks * 8 * kTerms *
                                       kRowGroups * 64,
                         s.inner_scales + static_cast<int64_t>(sliced) * units.column_blocks * kRows,

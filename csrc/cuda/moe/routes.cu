@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(kSortThreads)
   zero_counters(m, s, row_blocks, thread, kSortThreads);
 }
 
-// A warp's 128-block of a route's row for one slice and rotation; f says, once the row is loaded, which slot
-// and expert the route has.
-template <typename Slot>
+// A warp's 128-block of a route's row for one slice and rotation. slot_of(route) comes last, since whoever
+// knows it may be waited for meanwhile.
+template <typename SlotOf>
 __device__ __forceinline__ void rotate_block(const Moe& m, const MoeScratch& s, int64_t warp,
-                                             int64_t routes, int terms, Slot slot_and_expert) {
+                                             int64_t routes, int terms, SlotOf slot_of) {
   const int lane = threadIdx.x % 32;
   const int blocks = static_cast<int>(m.hidden / 128);
   const int rotations = one_rotation(m) ? 1 : 2;
@@ -123,24 +123,24 @@ __device__ __forceinline__ void rotate_block(const Moe& m, const MoeScratch& s, 
   const int64_t rest = warp / blocks;
   const int rotation = static_cast<int>(rest % rotations);
   const int64_t slice = rest / rotations % m.slices, route = rest / rotations / m.slices;
-  if (route >= routes) return;
-  const int64_t token = route / m.top_k;
-  float v[4];
-  with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+  const int64_t id = route < routes ? expert_of_route(m, route) : -1;
+  float v[4] = {}, suh[4] = {};
+  if (id >= 0 && id < m.experts) {
+    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = block * 128 + lane * 4 + i;
-      v[i] = column < m.columns ? to_float(x[token * m.columns + column]) : 0.0f;
-    }
-  });
-  const int2 place_of_route = slot_and_expert(route);
-  const int slot = place_of_route.x;
-  if (slot < 0) return;
+      for (int i = 0; i < 4; ++i) {
+        const int column = block * 128 + lane * 4 + i;
+        v[i] = column < m.columns ? to_float(x[route / m.top_k * m.columns + column]) : 0.0f;
+      }
+    });
+    const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
+    load_scales(vector_of(p.suh, id * m.slices + slice), block, suh);
+  }
+  const int slot = slot_of(min(route, routes - 1));
+  if (route >= routes || slot < 0) return;
   const int rows = s.row_groups * 8, row_block = slot / rows;
-  const int64_t matrix = static_cast<int64_t>(place_of_route.y) * m.slices + slice;
   const int64_t place = (row_block * m.slices + slice) * rotations + rotation;
-  const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
-  write_fragments(v, vector_of(p.suh, matrix), s.x + place * blocks * 8 * terms * s.row_groups * 64,
+  write_fragments(v, suh, s.x + place * blocks * 8 * terms * s.row_groups * 64,
                   s.x_scales + place * blocks * rows, block, slot % rows, s.row_groups, terms);
 }
 
@@ -151,70 +151,77 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   rotate_block(m, s, warp, routes, terms, [&](int64_t route) {
     wait_for_previous_kernel();
-    const int slot = s.slot[route];
-    return int2{slot, slot < 0 ? -1 : s.expert[slot / (s.row_groups * 8)]};
+    return s.slot[route];
   });
 }
 
 // The same for few routes, which every block sorts by itself and alike: a route is the row of its expert's
 // row blocks that it is in their order, and row blocks are in the order of their first routes.
-__global__ void __launch_bounds__(kFewRoutes)
+__global__ void __launch_bounds__(kWarpsPerBlock * 32)
     sort_and_rotate_routes(const Moe m, const MoeScratch s, const int routes, const int terms) {
-  __shared__ int experts[kFewRoutes], row_blocks[kFewRoutes], warp_sums[kFewRoutes / 32];
+  __shared__ __align__(16) int experts[kFewRoutes];
+  __shared__ int leaders[kFewRoutes], slots[kFewRoutes];
   let_next_kernel_start();
-  const int route = threadIdx.x, lane = route % 32, warp = route / 32, rows = s.row_groups * 8;
-  const int expert = route < routes ? expert_of(m, route) : -1;
-  experts[route] = expert;
-  __syncthreads();
-  // Of this route's expert: routes before this one, the one that began its row block, all of them.
-  int before = 0, leader = route, all = 0;
-  for (int other = 0; other < routes; ++other) {
-    if (experts[other] != expert) continue;
-    if (other <= route) {
-      if (all % rows == 0) leader = other;
-      if (other < route) ++before;
-    }
-    ++all;
-  }
-  const bool leads = expert >= 0 && leader == route;
-  const unsigned leaders = __ballot_sync(0xFFFFFFFFu, leads);
-  if (lane == 0) warp_sums[warp] = __popc(leaders);
-  __syncthreads();
-  int row_block = __popc(leaders & ((1u << lane) - 1)), count = 0;
-  for (int w = 0; w < kFewRoutes / 32; ++w) {
-    if (w < warp) row_block += warp_sums[w];
-    count += warp_sums[w];
-  }
-  row_blocks[route] = row_block;
-  __syncthreads();
-  const int slot = expert < 0 ? -1 : row_blocks[leader] * rows + before % rows;
-
-  if (blockIdx.x == 0) {
-    if (route < routes) s.slot[route] = slot;
-    if (expert >= 0) s.route[slot] = route;
-    if (leads) {
-      s.expert[row_block] = expert;
-      s.first[row_block] = row_block * rows;
-      for (int row = min(all - before, rows); row < rows; ++row)
-        s.route[row_block * rows + row] = -1;
-      for (int64_t slice = 0; slice < m.slices; ++slice) {
-        for (int which = 0; which < 3; ++which) {
-          const int64_t matrix = (which * m.experts + expert) * m.slices + slice;
-          s.matrices[(row_block * m.slices + slice) * 3 + which] =
-              longlong2{m.table[matrix * 2], m.table[matrix * 2 + 1]};
-        }
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  rotate_block(m, s, warp, routes, terms, [&](int64_t of_warp) {
+    const int route = threadIdx.x, rows = s.row_groups * 8;
+    const bool sorts = route < kFewRoutes;
+    const int expert = route < routes ? expert_of(m, route) : -1;
+    if (sorts) experts[route] = expert;
+    __syncthreads();
+    // Of this route's expert: routes before this one, the one that began its row block, all of them.
+    int before = 0, leader = route, all = 0;
+    for (int first = 0; expert >= 0 && first < routes; first += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(experts + first);
+      const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int other = first + i;
+        if (others[i] != expert) continue;
+        if (other <= route && all % rows == 0) leader = other;
+        if (other < route) ++before;
+        ++all;
       }
     }
-    if (route == 0) s.count[0] = count, s.count[1] = count * rows;
-  }
-  zero_counters(m, s, count, static_cast<int64_t>(blockIdx.x) * kFewRoutes + route,
-                static_cast<int64_t>(gridDim.x) * kFewRoutes);
+    const bool leads = expert >= 0 && leader == route;
+    if (sorts) leaders[route] = leads;
+    __syncthreads();
+    int row_block = 0, count = 0;  // row blocks before this route's, and all of them
+    for (int other = 0; other < routes; ++other) {
+      if (other < leader) row_block += leaders[other];
+      count += leaders[other];
+    }
+    const int slot = expert < 0 ? -1 : row_block * rows + before % rows;
+    if (sorts) slots[route] = slot;
+    __syncthreads();
 
-  __syncthreads();  // before slots take the place of row blocks
-  row_blocks[route] = slot;
-  __syncthreads();
-  rotate_block(m, s, static_cast<int64_t>(blockIdx.x) * (kFewRoutes / 32) + warp, routes, terms,
-               [&](int64_t of) { return int2{row_blocks[of], experts[of]}; });
+    if (blockIdx.x == 0 && route < routes) {
+      s.slot[route] = slot;
+      if (slot >= 0) s.route[slot] = route;
+      if (leads) {
+        s.expert[row_block] = expert;
+        s.first[row_block] = row_block * rows;
+        for (int row = min(all - before, rows); row < rows; ++row)
+          s.route[row_block * rows + row] = -1;
+        for (int64_t slice = 0; slice < m.slices; ++slice) {
+          for (int which = 0; which < 3; ++which) {
+            const int64_t matrix = (which * m.experts + expert) * m.slices + slice;
+            s.matrices[(row_block * m.slices + slice) * 3 + which] =
+                longlong2{m.table[matrix * 2], m.table[matrix * 2 + 1]};
+          }
+        }
+      }
+      if (route == 0) s.count[0] = count, s.count[1] = count * rows;
+    }
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    zero_counters(m, s, count, thread, step);
+    if (s.adds && count == 0) {  // nobody else will write y
+      const int64_t halves = m.tokens * m.columns * (m.y_dtype == DType::Float ? 2 : 1);
+      for (int64_t i = thread; i < halves; i += step) static_cast<uint16_t*>(m.y)[i] = 0;
+    }
+    return slots[of_warp];
+  });
 }
 
 __global__ void __launch_bounds__(256) add_routes(const Moe m, const MoeScratch s) {
@@ -246,8 +253,8 @@ cudaError_t launch_sort_and_rotate(const Moe& m, const MoeScratch& scratch, int 
   const int64_t warps = rotation_warps(m);
   const cudaError_t error = prefer_shared(sort_and_rotate_routes);
   if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>((warps + kFewRoutes / 32 - 1) / (kFewRoutes / 32));
-  sort_and_rotate_routes<<<blocks, kFewRoutes, 0, stream>>>(
+  const unsigned blocks = static_cast<unsigned>((warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
+  sort_and_rotate_routes<<<blocks, kWarpsPerBlock * 32, 0, stream>>>(
       m, scratch, static_cast<int>(m.tokens * m.top_k), terms);
   return cudaGetLastError();
 }

@@ -5,8 +5,8 @@
 
 namespace trellis::cuda {
 
-// Routes that one launch sorts and rotates.
-constexpr int kFewRoutes = 256;
+// Routes that one launch sorts and rotates, at most.
+constexpr int kFewRoutes = 64;
 
 cudaError_t launch_sort_and_rotate(const Moe& m, const MoeScratch& scratch, int terms,
                                    cudaStream_t stream);

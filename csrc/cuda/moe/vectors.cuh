@@ -66,19 +66,23 @@ __device__ __forceinline__ int exponent_of(float most) {
   return max(-126, min(126, (__float_as_int(most) >> 23) - 127));
 }
 
-// H(v * suh) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
+// Four neighbours of a vector, each a lane's of 128-block `block`.
+__device__ __forceinline__ void load_scales(const __half* vector, int block, float (&scale)[4]) {
+  const __half* const at = vector + block * 128 + threadIdx.x % 32 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = __half2float(at[i]);
+}
+
+// H(v * scale) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
 // with a power of two as the block's scale. `terms`: one FP16 number for a value, or a second for what the
 // first leaves.
-__device__ __forceinline__ void write_fragments(const float (&v)[4], const __half* suh,
+__device__ __forceinline__ void write_fragments(const float (&v)[4], const float (&scale)[4],
                                                 uint32_t* fragments, float* scales, int block,
                                                 int row, int row_groups, int terms) {
   const int lane = threadIdx.x % 32;
-  float z[4], scale[4], most = 0.0f;
+  float z[4], most = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    scale[i] = __half2float(suh[block * 128 + lane * 4 + i]);
-    most = fmaxf(most, fabsf(v[i] * scale[i]));
-  }
+  for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(v[i] * scale[i]));
   const int exponent = exponent_of(warp_max(most));
   const float inverse = power_of_two(-exponent);
 #pragma unroll
