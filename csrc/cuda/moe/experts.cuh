@@ -17,27 +17,27 @@
 
 namespace trellis::cuda {
 
-constexpr int kUnitSums = 1024;      // of eight rows
-constexpr int kExpertDepth = 8;      // warps that share K
-constexpr int kExpertGroup = 2;      // k tiles fetched and multiplied at a time
+constexpr int kExpertWarps = 8;                 // which share K; each takes all eight output tiles
+constexpr int kExpertGroup = 2;                 // k tiles fetched and multiplied at a time
 constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
-constexpr int kWarpRingBytes = 10 * 1024;
+constexpr int kUnitQuads = kExpertWarps * 32;   // quads of sums of eight rows: one a thread
 constexpr int kKeptMatrices = 48;  // of a block's first units, so that no segment waits for its descriptor
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
-// A block has as many threads as a row group's sums have quads, for each row group. So that sums do not
-// depend on the number of rows, K is shared by eight warps always; the eight output tiles are one warp's,
-// or two warps' where there are no registers for so many sums.
-template <int kRowGroups>
-struct ExpertCut {
-  static constexpr int kColumnWarps = kRowGroups;
-  static constexpr int kTiles = 8 / kColumnWarps;
-  static constexpr int kWarps = kExpertDepth * kColumnWarps;
-  static constexpr int kBlocks = 2 / kRowGroups;  // that a multiprocessor has room for
-  static constexpr int kRingBytes = kWarps * kWarpRingBytes;
-  // Bytes of shared memory: the rings, the warps' sums of a segment, descriptors, a flag.
-  static constexpr int kShared = kRingBytes + kExpertDepth * kRowGroups * kUnitSums * 4 +
-                                 kKeptMatrices * static_cast<int>(sizeof(longlong2)) + 16;
+// kTerms: FP16 numbers whose sum is x.
+template <int kRowGroups, int kTerms>
+struct ExpertShape {
+  static constexpr uint32_t kX = kRowGroups * kTerms * 256;  // bytes of a k tile's fragments
+  // A stage of a warp's ring holds a group's packed words, then its fragments.
+  __host__ __device__ static constexpr uint32_t stage_bytes(int tile_words) {
+    return kExpertGroup * (8 * tile_words * 2 + kX);
+  }
+  static constexpr uint32_t kRing = stage_bytes(64) * 3 > stage_bytes(128) * 2
+                                        ? stage_bytes(64) * 3
+                                        : stage_bytes(128) * 2;
+  // Bytes of shared memory: the rings, the warps' sums of eight rows, descriptors, a flag.
+  static constexpr int kShared = kExpertWarps * (kRing + kUnitQuads * 16) + kKeptMatrices * 16 + 16;
+  static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;  // that a multiprocessor has room for
 };
 
 // What a warp does of a segment.
@@ -60,54 +60,69 @@ __device__ __forceinline__ void add_to(float4& a, float4 b) {
   a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
 }
 
-// Fragments of a k tile. A stage of a warp's ring holds a group's packed words, then its fragments.
-template <int kRowGroups, int kTerms>
-constexpr uint32_t kXBytes = kRowGroups * kTerms * 256;
-
-// Starts the copies of a stretch's first groups, one for each stage of the ring: its weights, which no launch in
-// front writes, its x, or both.
-template <int kRowGroups, int kTerms>
-__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy,
-                                          bool weights, bool x) {
-  constexpr uint32_t kX = kExpertGroup * kXBytes<kRowGroups, kTerms>;
+// Copies a group to `to`: its weights, which no launch in front writes, its x, or both. kUnroll: at most; what
+// runs seldom is better short.
+template <typename Shape, int kUnroll>
+__device__ __forceinline__ void fetch_group(const char* tiles, uint32_t row_bytes, int tile_words,
+                                            const char* x, uint32_t to, uint64_t policy,
+                                            bool weights = true, bool fragments = true) {
   const uint32_t lane_bytes = threadIdx.x % 32 * 16;
-  const uint32_t k_tile_bytes = ExpertCut<kRowGroups>::kTiles * s.tile_words * 2;
-  const char* source = s.tiles + lane_bytes;
-  uint32_t to = ring + lane_bytes;
+  const uint32_t k_tile_bytes = 16 * tile_words;
+  const auto fetch_k_tile = [&](uint32_t byte) {
+    if (lane_bytes + byte < k_tile_bytes)
+      copy_async_16(to + lane_bytes + byte, tiles + lane_bytes + byte, policy);
+  };
+#pragma unroll(kUnroll)
+  for (int i = 0; i < kExpertGroup; ++i) {
+#pragma unroll(kUnroll)
+    for (uint32_t byte = 0; weights && byte < k_tile_bytes; byte += 512) fetch_k_tile(byte);
+    to += k_tile_bytes;
+    tiles += row_bytes;
+  }
+#pragma unroll(kUnroll)
+  for (uint32_t byte = 0; fragments && byte < kExpertGroup * Shape::kX; byte += 512)
+    copy_async_16(to + lane_bytes + byte, x + lane_bytes + byte);
+}
+
+// Starts the copies of a stretch's first groups, one for each stage of the ring.
+template <typename Shape>
+__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy,
+                                          bool weights = true, bool fragments = true) {
+  const char *tiles = s.tiles, *x = s.x;
+#pragma unroll 1
   for (int stage = 0; stage < expert_stages(s.tile_words); ++stage) {
-    if (s.first + stage < s.last) {
-#pragma unroll
-      for (int i = 0; i < kExpertGroup; ++i) {
-        for (uint32_t byte = 0; weights && lane_bytes + byte < k_tile_bytes; byte += 512)
-          copy_async_16(to + byte, source + byte, policy);
-        to += k_tile_bytes;
-        source += s.row_bytes;
-      }
-#pragma unroll
-      for (uint32_t byte = 0; byte < kX; byte += 512)
-        if (x) copy_async_16(to + byte, s.x + stage * kX + lane_bytes + byte);
-      to += kX;
-    }
-    if (x) copy_commit();
+    if (s.first + stage < s.last)
+      fetch_group<Shape, 1>(tiles, s.row_bytes, s.tile_words, x, ring, policy, weights, fragments);
+    if (fragments) copy_commit();
+    tiles += static_cast<uint64_t>(s.row_bytes) * kExpertGroup;
+    x += kExpertGroup * Shape::kX;
+    ring += Shape::stage_bytes(s.tile_words);
   }
 }
 
-// Adds up a segment, whose first groups are in the ring or on their way, and leaves each depth's part in
-// `parts` [depth][row groups][1024], which the block has when this returns; on the way starts the copies of
-// the stretch that comes next. A function rather than inlined, since a kernel has one for each rate and
-// codebook. kTerms: FP16 numbers whose sum is x.
+template <int kRowGroups>
+struct Summed {
+  float4 quads[kRowGroups];  // this thread's
+  uint32_t stage;            // where in the ring the next stretch begins
+};
+
+// Adds up a segment, whose first groups are in the ring or on their way from `stage` on. Its last groups make
+// room for those of the stretch that comes next, so that the memory does not rest. A function rather than
+// inlined, since a kernel has one for each rate and codebook.
+//
+// Sums are in units of the largest scale so far of their row: those of a 128-block with a smaller one get
+// smaller fragments, and sums shrink where a larger one comes. Powers of two, so nothing is rounded that
+// would count beside the larger block.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
-__device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch after,
-                                              const PowersOfTwo& powers, uint32_t ring,
-                                              uint64_t policy, float4* parts) {
-  using Cut = ExpertCut<kRowGroups>;
-  constexpr int kTiles = Cut::kTiles, kGroup = kExpertGroup;
-  constexpr uint32_t kTileBytes = kTileWords * 2;
-  constexpr uint32_t kKTileBytes = kTiles * kTileBytes;
-  constexpr uint32_t kX = kXBytes<kRowGroups, kTerms>;
-  constexpr uint32_t kStageBytes = kGroup * (kKTileBytes + kX);
+__device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, const Stretch after,
+                                                            const PowersOfTwo& powers,
+                                                            uint32_t ring, uint32_t stage,
+                                                            uint64_t policy, float4* parts) {
+  using Shape = ExpertShape<kRowGroups, kTerms>;
+  constexpr uint32_t kTileBytes = kTileWords * 2, kKTileBytes = 8 * kTileBytes;
+  constexpr uint32_t kPackedBytes = kExpertGroup * kKTileBytes, kX = Shape::kX;
+  constexpr uint32_t kStageBytes = Shape::stage_bytes(kTileWords);
   constexpr int kStages = expert_stages(kTileWords);
-  static_assert(kStages * kStageBytes <= kWarpRingBytes, "the ring fits");
   constexpr int kRows = kRowGroups * 8;
   constexpr int kLoads = kTerms * kRowGroups;
   // As in ../gemm/small.cuh.
@@ -119,30 +134,54 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
   const uint32_t lane_bytes = hold(lane * 16u);
   const Hash hash = hash_for<kCodebook>();
 
+  const char* source = s.tiles + static_cast<int64_t>(kStages) * kExpertGroup * s.row_bytes;
+  const char* x_source = s.x + kStages * kExpertGroup * kX;
+  uint32_t row_bytes = s.row_bytes;
   int to_fetch = s.last - s.first - kStages;
-  const char* source = s.tiles + lane_bytes + static_cast<int64_t>(kStages) * kGroup * s.row_bytes;
-  const char* x_source = s.x + lane_bytes + kStages * kGroup * kX;
-  float sums[kRowGroups][kTiles][4] = {};
-  float block[kRowGroups][kTiles][4] = {};  // of the current 128 inputs
-  float2 scale[kRowGroups] = {};
-  uint32_t stage = ring;
+  bool follows = to_fetch >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
+  const bool goes_on = follows;
+
+  float sums[kRowGroups][8][4] = {};
+  float2 unit[kRowGroups];                // of this lane's two rows of sums
+  float x_unit[kRowGroups];               // of its row of fragments
+  __half2 shrink[kRowGroups];             // what fragments are multiplied by
+#pragma unroll
+  for (int r = 0; r < kRowGroups; ++r) unit[r] = float2{0.0f, 0.0f}, x_unit[r] = 0.0f;
   for (int group = s.first; group < s.last; ++group) {
     if (group == s.first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
+      const float* const scales = s.scales + group / kBlockGroups * kRows;
 #pragma unroll
-      for (int r = 0; r < kRowGroups; ++r)
-        scale[r] = load_global_pair(s.scales + group / kBlockGroups * kRows + r * 8 + lane % 4 * 2);
+      for (int r = 0; r < kRowGroups; ++r) {
+        const float2 scale = load_global_pair(scales + r * 8 + lane % 4 * 2);
+        const float2 larger{fmaxf(unit[r].x, scale.x), fmaxf(unit[r].y, scale.y)};
+        const float2 by{__fdividef(unit[r].x, larger.x), __fdividef(unit[r].y, larger.y)};
+        const float2 two = load_global_pair(scales + r * 8 + lane / 8 * 2);
+        const float of_x = lane / 4 % 2 == 0 ? two.x : two.y;
+        x_unit[r] = fmaxf(x_unit[r], of_x);
+        shrink[r] = __float2half2_rn(__fdividef(of_x, x_unit[r]));
+        unit[r] = larger;
+        if (group == s.first) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[r][j][i] *= i % 2 == 0 ? by.x : by.y;
+        }
+      }
     }
     copy_wait<kStages - 1>();
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      uint2 now[kLoads];
+    for (int i = 0; i < kExpertGroup; ++i) {
+      uint2 x[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoads; ++r)
-        now[r] = load_shared_pair(stage + kGroup * kKTileBytes + i * kX + r * 256 + lane * 8);
+      for (int r = 0; r < kLoads; ++r) {
+        x[r] = load_shared_pair(stage + kPackedBytes + i * kX + r * 256 + lane * 8);
+        x[r].x = times(x[r].x, shrink[r % kRowGroups]);
+        x[r].y = times(x[r].y, shrink[r % kRowGroups]);
+      }
       uint32_t own[4] = {};
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
+      for (int j = 0; j < 8; ++j) {
         uint32_t v[3], p[8];
         const uint32_t tile = stage + i * kKTileBytes + j * kTileBytes;
         if constexpr (kFourAtATime) {
@@ -157,79 +196,69 @@ __device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch aft
           packed_values<kCodebook == kMul1>(p, a);
 #pragma unroll
           for (int r = 0; r < kLoads; ++r)
-            mma_f16(block[r % kRowGroups][j], a[0], a[1], a[2], a[3], now[r].x, now[r].y);
+            mma_f16(sums[r % kRowGroups][j], a[0], a[1], a[2], a[3], x[r].x, x[r].y);
         } else {
 #pragma unroll
           for (uint32_t& product : p) product = halves(product);
 #pragma unroll
           for (int r = 0; r < kRowGroups; ++r) {
-            mma_f16(block[r][j], p[0], p[4], p[1], p[5], __byte_perm(now[r].x, 0, 0x1010),
-                    __byte_perm(now[r].x, 0, 0x3232));
-            mma_f16(block[r][j], p[2], p[6], p[3], p[7], __byte_perm(now[r].y, 0, 0x1010),
-                    __byte_perm(now[r].y, 0, 0x3232));
+            mma_f16(sums[r][j], p[0], p[4], p[1], p[5], __byte_perm(x[r].x, 0, 0x1010),
+                    __byte_perm(x[r].x, 0, 0x3232));
+            mma_f16(sums[r][j], p[2], p[6], p[3], p[7], __byte_perm(x[r].y, 0, 0x1010),
+                    __byte_perm(x[r].y, 0, 0x3232));
           }
         }
       }
     }
     __syncwarp();  // everybody has read the stage before it is filled again
-    if (to_fetch-- > 0) {
-      const char* from = source;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i, from += s.row_bytes) {
-#pragma unroll
-        for (uint32_t byte = 0; byte < kKTileBytes; byte += 512) {
-          if (kKTileBytes % 512 == 0 || lane_bytes + byte < kKTileBytes)
-            copy_async_16(stage + lane_bytes + i * kKTileBytes + byte, from + byte, policy);
-        }
-      }
-      source = from;
-#pragma unroll
-      for (uint32_t byte = 0; byte < kGroup * kX; byte += 512)
-        copy_async_16(stage + lane_bytes + kGroup * kKTileBytes + byte, x_source + byte);
-      x_source += kGroup * kX;
+    if (to_fetch == 0 && follows) {
+      source = after.tiles, x_source = after.x, row_bytes = after.row_bytes;
+      to_fetch = after.last - after.first;
+      follows = false;
+    }
+    if (to_fetch > 0) {
+      --to_fetch;
+      fetch_group<Shape, 8>(source, row_bytes, kTileWords, x_source, stage, policy);
+      source += static_cast<uint64_t>(row_bytes) * kExpertGroup;
+      x_source += kExpertGroup * kX;
     }
     copy_commit();
     stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
-    if (group % kBlockGroups == kBlockGroups - 1 || group + 1 == s.last) {
-#pragma unroll
-      for (int r = 0; r < kRowGroups; ++r) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sums[r][j][i] = fmaf(block[r][j][i], i % 2 == 0 ? scale[r].x : scale[r].y, sums[r][j][i]);
-            block[r][j][i] = 0.0f;
-          }
-        }
-      }
-    }
   }
-  fill_ring<kRowGroups, kTerms>(after, ring, policy, true, true);
+  Summed<kRowGroups> result;
+  result.stage = goes_on ? stage : ring;
+  if (!goes_on) fill_ring<Shape>(after, ring, policy);
 
-  const int warp = threadIdx.x / 32, depth = warp / Cut::kColumnWarps;
-  float4* const mine = parts + depth * kRowGroups * (kUnitSums / 4) +
-                       warp % Cut::kColumnWarps * kTiles * 32 + lane;
-  __syncthreads();  // whoever still read the segment before has done so
+  float4* const mine = parts + threadIdx.x / 32 * kUnitQuads + lane;
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) {
+    __syncthreads();  // whoever still read what was there before has done so
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < 8; ++j) {
       const float (&sum)[4] = sums[r][j];
-      mine[r * (kUnitSums / 4) + j * 32] = float4{sum[0], sum[1], sum[2], sum[3]};
+      mine[j * 32] = float4{sum[0] * unit[r].x, sum[1] * unit[r].y, sum[2] * unit[r].x,
+                            sum[3] * unit[r].y};
     }
+    __syncthreads();
+    float4 sum = parts[threadIdx.x];
+#pragma unroll
+    for (int d = 1; d < kExpertWarps; ++d) add_to(sum, parts[d * kUnitQuads + threadIdx.x]);
+    result.quads[r] = sum;
   }
-  __syncthreads();
+  return result;
 }
 
 template <bool kPacked, int kTerms, int kRowGroups>
-__device__ __forceinline__ void multiply_any(const Stretch& s, const Stretch& after,
-                                             const PowersOfTwo& powers, uint32_t ring,
-                                             uint64_t policy, float4* parts) {
-  with_rate(s.tile_words, [&](auto tile_words) {
-    with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
+__device__ __forceinline__ Summed<kRowGroups> multiply_any(const Stretch& s, const Stretch& after,
+                                                           const PowersOfTwo& powers, uint32_t ring,
+                                                           uint32_t stage, uint64_t policy,
+                                                           float4* parts) {
+  return with_rate(s.tile_words, [&](auto tile_words) {
+    return with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
       constexpr int kCodebook = decltype(codebook)::value;
-      multiply_stretch<decltype(tile_words)::value, kCodebook, kPacked || kCodebook == kMul1, kTerms,
-                       kRowGroups>(s, after, powers, ring, policy, parts);
+      return multiply_stretch<decltype(tile_words)::value, kCodebook,
+                              kPacked || kCodebook == kMul1, kTerms, kRowGroups>(
+          s, after, powers, ring, stage, policy, parts);
     });
   });
 }
@@ -251,20 +280,18 @@ struct Units {
 // kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since
 // three layers' errors add up; BF16 ones are rounded more than that.
 template <bool kDown, bool kExact, int kRowGroups>
-__global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<kRowGroups>::kBlocks)
+__global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kExact ? 2 : 1>::kBlocks)
     expert_kernel(const Moe m, const MoeScratch s, const PowersOfTwo powers) {
-  using Cut = ExpertCut<kRowGroups>;
   constexpr int kRows = kRowGroups * 8;
   constexpr int kTerms = kExact ? 2 : 1;
-  constexpr int kSums = kRowGroups * (kUnitSums / 4);  // as many as threads
+  using Shape = ExpertShape<kRowGroups, kTerms>;
+  constexpr int kSums = kRowGroups * kUnitQuads;
   extern __shared__ __align__(128) uint32_t shared[];
-  float4* const parts = reinterpret_cast<float4*>(shared + Cut::kRingBytes / 4);  // [depth][kSums]
-  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertDepth * kSums);
+  float4* const parts = reinterpret_cast<float4*>(shared + kExpertWarps * Shape::kRing / 4);
+  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * kUnitQuads);
   int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int depth = warp / Cut::kColumnWarps;
-  const int column = warp % Cut::kColumnWarps * Cut::kTiles;
-  const uint32_t ring = shared_address(shared) + warp * kWarpRingBytes;
+  const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
   const uint64_t policy = evict_first();
 
   const Units<kDown> units(m);
@@ -311,30 +338,33 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
     stretch.codebook = kDown                              ? m.down.codebook
                        : pass + 1 < units.passes ? m.gate.codebook
                                                  : m.up.codebook;
-    stretch.first = groups * depth / kExpertDepth;
-    stretch.last = groups * (depth + 1) / kExpertDepth;
+    stretch.first = groups * warp / kExpertWarps;
+    stretch.last = groups * (warp + 1) / kExpertWarps;
     const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
     const int tile_bytes = stretch.tile_words * 2;
     stretch.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
     stretch.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
-                    k_tile * stretch.row_bytes + (column_block * 8 + column) * tile_bytes;
+                    k_tile * stretch.row_bytes + column_block * 8 * tile_bytes;
     const int64_t rows = two_rotations ? sliced * 2 + pass : sliced;
     stretch.x = reinterpret_cast<const char*>(kDown ? s.inner : s.x) +
-                (rows * units.blocks * 8 + k_tile) * kXBytes<kRowGroups, kTerms>;
+                (rows * units.blocks * 8 + k_tile) * Shape::kX;
     stretch.scales =
         (kDown ? s.inner_scales : s.x_scales) + (rows * units.blocks + first_block) * kRows;
     return stretch;
   };
 
   Stretch now = stretch_of(begin);
-  fill_ring<kRowGroups, kTerms>(now, ring, policy, true, false);
+  fill_ring<Shape>(now, ring, policy, true, false);
   if constexpr (kDown) wait_for_previous_kernel();
-  fill_ring<kRowGroups, kTerms>(now, ring, policy, false, true);
-  float4 held[2] = {};  // this thread's quad of the unit's sums, of gate and of up
+  fill_ring<Shape>(now, ring, policy, false, true);
+  uint32_t stage = ring;
+  float4 held[2][kRowGroups] = {};  // this thread's quads of the unit's sums, of gate and of up
   for (int at = begin; at < stop; ++at) {
     const Stretch after = stretch_of(at + 1);
-    multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, policy, parts);
+    const Summed<kRowGroups> summed =
+        multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, stage, policy, parts);
     now = after;
+    stage = summed.stage;
 
     const int unit = at / of_unit, segment = at - unit * of_unit;
     const int pass = segment / units.segments;
@@ -346,19 +376,19 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
       return reinterpret_cast<float4*>(s.parts) +
              ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums + threadIdx.x;
     };
-    float4 sum = parts[threadIdx.x];
 #pragma unroll
-    for (int d = 1; d < kExpertDepth; ++d) add_to(sum, parts[d * kSums + threadIdx.x]);
-    if (!whole) {
-      __stcg(part_of(blockIdx.x, segment), sum);
-    } else {
+    for (int r = 0; r < kRowGroups; ++r) {
+      if (!whole) {
+        __stcg(part_of(blockIdx.x, segment) + r * kUnitQuads, summed.quads[r]);
+        continue;
+      }
 #pragma unroll
       for (int of_pass = 0; of_pass < 2; ++of_pass) {
         if (of_pass != pass) continue;
         if (segment > pass * units.segments)
-          add_to(held[of_pass], sum);
+          add_to(held[of_pass][r], summed.quads[r]);
         else
-          held[of_pass] = sum;
+          held[of_pass][r] = summed.quads[r];
       }
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
@@ -374,22 +404,26 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
 #pragma unroll
       for (int of_pass = 0; of_pass < 2; ++of_pass) {
         if (of_pass == units.passes) break;
-        float4 so_far = {};
-        for (int i = 0; i < units.segments; ++i) {
-          const int of_segment = of_pass * units.segments + i;
-          const float4 part =
-              __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment));
-          if (i == 0)
-            so_far = part;
-          else
-            add_to(so_far, part);
+#pragma unroll
+        for (int r = 0; r < kRowGroups; ++r) {
+          for (int i = 0; i < units.segments; ++i) {
+            const int of_segment = of_pass * units.segments + i;
+            const float4 part = __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) +
+                                       r * kUnitQuads);
+            if (i == 0)
+              held[of_pass][r] = part;
+            else
+              add_to(held[of_pass][r], part);
+          }
         }
-        held[of_pass] = so_far;
       }
     }
 #pragma unroll
-    for (int of_pass = 0; of_pass < 2; ++of_pass)
-      parts[of_pass * kSums + threadIdx.x] = held[of_pass];
+    for (int of_pass = 0; of_pass < 2; ++of_pass) {
+#pragma unroll
+      for (int r = 0; r < kRowGroups; ++r)
+        parts[of_pass * kSums + r * kUnitQuads + threadIdx.x] = held[of_pass][r];
+    }
     __syncthreads();
     const int sliced = unit / units.column_blocks,
               column_block = unit - sliced * units.column_blocks;
@@ -399,11 +433,12 @@ __global__ void __launch_bounds__(ExpertCut<kRowGroups>::kWarps * 32, ExpertCut<
 
     // ---- the unit's sums are complete: a warp finishes a row ---------------------------------------
     const int feature = column_block * 128 + lane * 4;
-    const int row = warp, slot = row_block * kRows + row;
-    if (s.route[slot] >= 0) {
+    for (int row = warp; row < kRows; row += kExpertWarps) {
+      const int slot = row_block * kRows + row;
+      if (s.route[slot] < 0) continue;
       const auto sums_of = [&](int of_pass, float (&z)[4]) {
         const float* const sums =
-            reinterpret_cast<const float*>(parts + of_pass * kSums) + row / 8 * kUnitSums;
+            reinterpret_cast<const float*>(parts + of_pass * kSums + row / 8 * kUnitQuads);
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = sums[unit_sum_index(row % 8, lane * 4 + i)];
       };

@@ -57,7 +57,7 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
   s.arrived_columns = arena.take<unsigned>(z.hidden / 128);
   s.parts =
       arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
-                        most_segments(std::max(z.hidden, z.inner) / 128) * row_groups * kUnitSums);
+                        most_segments(std::max(z.hidden, z.inner) / 128) * row_groups * kUnitQuads * 4);
   s.results = arena.take<float>(s.slots * z.slices * z.hidden);
   return s;
 }
@@ -127,8 +127,8 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
   const bool tiles =
       average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens && inner <= kLargestInner;
   plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
-  plan.grid = plan.row_groups == 2 ? sm_count : 2 * sm_count;
-  plan.bytes = enough_bytes(tokens, z, 2 * sm_count);
+  plan.grid = 2 * sm_count;
+  plan.bytes = enough_bytes(tokens, z, plan.grid);
   return plan;
 }
 

@@ -60,10 +60,16 @@ __device__ __forceinline__ float activate(const Moe& m, float g, float u) {
   return (value > after ? after : value) * u;
 }
 
-// Of a power of two near a magnitude: the largest there is where that overflows, 1 for what is no number.
+// Of a power of two near a magnitude: the largest there is where that overflows, the smallest for zero (others
+// are measured by the largest of their row).
 __device__ __forceinline__ int exponent_of(float most) {
-  if (!(most > 0.0f)) return 0;
   return max(-126, min(126, (__float_as_int(most) >> 23) - 127));
+}
+
+// Two FP16 numbers in a register.
+__device__ __forceinline__ uint32_t times(uint32_t pair, __half2 factor) {
+  const __half2 product = __hmul2(reinterpret_cast<const __half2&>(pair), factor);
+  return reinterpret_cast<const uint32_t&>(product);
 }
 
 // Four neighbours of a vector, each a lane's of 128-block `block`.
