@@ -35,8 +35,10 @@ struct ExpertShape {
   static constexpr uint32_t kRing = stage_bytes(64) * 3 > stage_bytes(128) * 2
                                         ? stage_bytes(64) * 3
                                         : stage_bytes(128) * 2;
-  // Bytes of shared memory: the rings, the warps' sums of eight rows, descriptors, a flag.
-  static constexpr int kShared = kExpertWarps * (kRing + kUnitQuads * 16) + kKeptMatrices * 16 + 16;
+  // Bytes of shared memory: the rings, the warps' sums of eight rows and half of the features, descriptors,
+  // a flag.
+  static constexpr int kShared =
+      kExpertWarps * (kRing + kUnitQuads / 2 * 16) + kKeptMatrices * 16 + 16;
   static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;  // that a multiprocessor has room for
 };
 
@@ -229,21 +231,27 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   result.stage = goes_on ? stage : ring;
   if (!goes_on) fill_ring<Shape>(after, ring, policy);
 
-  float4* const mine = parts + threadIdx.x / 32 * kUnitQuads + lane;
+  // Half of the features at a time, for the sake of GPUs with little shared memory.
+  constexpr int kQuads = kUnitQuads / 2;
+  const int warp = threadIdx.x / 32, quad = threadIdx.x % kQuads;
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) {
-    __syncthreads();  // whoever still read what was there before has done so
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float (&sum)[4] = sums[r][j];
-      mine[j * 32] = float4{sum[0] * unit[r].x, sum[1] * unit[r].y, sum[2] * unit[r].x,
-                            sum[3] * unit[r].y};
+    for (int half = 0; half < 2; ++half) {
+      __syncthreads();  // whoever still read what was there before has done so
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&sum)[4] = sums[r][half * 4 + j];
+        parts[warp * kQuads + j * 32 + lane] = float4{sum[0] * unit[r].x, sum[1] * unit[r].y,
+                                                      sum[2] * unit[r].x, sum[3] * unit[r].y};
+      }
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
+      float4 sum = parts[quad];
+#pragma unroll
+      for (int d = 1; d < kExpertWarps; ++d) add_to(sum, parts[d * kQuads + quad]);
+      result.quads[r] = sum;
     }
-    __syncthreads();
-    float4 sum = parts[threadIdx.x];
-#pragma unroll
-    for (int d = 1; d < kExpertWarps; ++d) add_to(sum, parts[d * kUnitQuads + threadIdx.x]);
-    result.quads[r] = sum;
   }
   return result;
 }
@@ -288,7 +296,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
   constexpr int kSums = kRowGroups * kUnitQuads;
   extern __shared__ __align__(128) uint32_t shared[];
   float4* const parts = reinterpret_cast<float4*>(shared + kExpertWarps * Shape::kRing / 4);
-  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * kUnitQuads);
+  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * kUnitQuads / 2);
   int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
@@ -459,9 +467,10 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
           finish_linear(m.gate, matrix, feature, g);
           add_bias(m.gate.bias, matrix, feature, g);
         }
+        activate(m, g, u);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          u[i] = feature + i < m.intermediate ? activate(m, g[i], u[i]) : 0.0f;
+          if (feature + i >= m.intermediate) u[i] = 0.0f;
         float suh[4];
         load_scales(vector_of(m.down.suh, matrix), column_block, suh);
         write_fragments(u, suh,

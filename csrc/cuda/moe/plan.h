@@ -17,7 +17,7 @@ namespace trellis::cuda {
 // K is cut into segments of so many 128-blocks. Each is summed by itself and segments are added in their
 // order, whoever computes them, so a row's bits do not depend on the other rows.
 TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) {
-  return blocks > 8 ? 16 : 8;
+  return blocks > 24 ? 16 : 8;
 }
 
 // Segments of a matrix, at most; it does not shrink as K grows.
@@ -67,6 +67,6 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
                  int64_t inner, int sm_count);
 
 // All tokens, chunk by chunk. `workspace` holds plan.bytes.
-cudaError_t launch_moe(const Moe& m, const MoePlan& plan, void* workspace, cudaStream_t stream);
+cudaError_t launch_moe(const Moe& m, MoePlan plan, void* workspace, cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -38,26 +38,46 @@ __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int fea
   });
 }
 
-// As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one.
-__device__ __forceinline__ float activate(const Moe& m, float g, float u) {
+// As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one. u becomes the result. The activation
+// is chosen outside the loops, so that a launch fetches the instructions of its own only.
+__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], float (&u)[4]) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(gate[i], u[i]);
+  };
   if (m.activation == kRelu2) {
-    const float positive = u < 0.0f ? 0.0f : u;
-    return positive * positive;
+    return each([](float, float& u) {
+      const float positive = u < 0.0f ? 0.0f : u;
+      u = positive * positive;
+    });
   }
   const float infinity = __int_as_float(0x7F800000);
   const float limit = m.limit > 0.0f ? m.limit : infinity;
   const float before = m.limit_after ? infinity : limit, after = m.limit_after ? limit : infinity;
-  g = g > before ? before : g;
-  u = u > limit ? limit : u < -limit ? -limit : u;
-  if (m.activation == kSwigluOai) return (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
-  float value;
-  if (m.activation == kGelu)
-    value = 0.5f * g * erfcf(g * -0.70710678f);
-  else if (m.activation == kGeluTanh)
-    value = 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
-  else
-    value = g / (1.0f + expf(-g));
-  return (value > after ? after : value) * u;
+  const auto gated = [&](auto activation) {
+    each([&](float g, float& u) {
+      g = g > before ? before : g;
+      u = u > limit ? limit : u < -limit ? -limit : u;
+      const float value = activation(g);
+      u = (value > after ? after : value) * u;
+    });
+  };
+  switch (m.activation) {
+    case kSwigluOai:
+      return each([&](float g, float& u) {
+        g = g > before ? before : g;
+        u = u > limit ? limit : u < -limit ? -limit : u;
+        u = (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
+      });
+    case kGelu:
+      return gated([](float g) { return 0.5f * g * erfcf(g * -0.70710678f); });
+    case kGeluTanh:
+      return gated([](float g) {
+        return 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
+      });
+    default:
+      return gated([](float g) { return g / (1.0f + expf(-g)); });
+  }
 }
 
 // Of a power of two near a magnitude: the largest there is where that overflows, the smallest for zero (others
