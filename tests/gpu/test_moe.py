@@ -402,8 +402,9 @@ def test_a_workspace_is_all_that_a_call_needs():
             torch.cuda.reset_peak_memory_stats()
             y = module(x, ids, weights)
             torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()  # comparing takes some too
         assert torch.equal(y, want)
-        assert torch.cuda.max_memory_allocated() - before <= -(-y.nbytes // 512) * 512
+        assert peak - before <= -(-y.nbytes // 512) * 512
     with pytest.raises(ValueError, match=r"tokens is 65, expected at most 64"):
         module(torch.randn(65, 256, device="cuda"), *(t.cuda() for t in routing(65, 2, 8)))
 

@@ -41,7 +41,7 @@ int64_t small_share(const Gemm& g, int sm_count) {
   const SmallCut cut = small_cut(g);
   const int64_t warps = cut.depth();
   const int64_t end_cost = (36 + 8 * (small_row_groups(g) - 1)) / cut.group;  // in groups
-  const int64_t most = std::max<int64_t>(warps, total * 5 / 4 / sm_count);
+  const int64_t most = std::max<int64_t>(warps, total * 3 / 2 / sm_count);
   int64_t best = warps, best_cost = INT64_MAX;
   // Whole groups for each warp; the longest first, since of two that cost the same it leaves fewer parts.
   for (int64_t share = most / warps * warps; share * 10 >= most; share -= warps) {
