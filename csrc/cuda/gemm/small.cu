@@ -34,7 +34,7 @@ SmallScratch take_scratch(const Gemm& g, int64_t share, Arena& arena) {
 
 // What counts is how much one multiprocessor gets at most: rounds * share groups, and what it costs to begin
 // and to end a column block, as often as the worst block has to: about as long as 36 k tiles take. One block
-// alone, with two warps a scheduler, is slower by a twelfth.
+// alone, with two warps a scheduler, is slower by an eighth.
 int64_t small_share(const Gemm& g, int sm_count) {
   const int64_t groups = small_groups(g) / small_column_blocks(g);
   const int64_t total = small_groups(g);
@@ -48,7 +48,7 @@ int64_t small_share(const Gemm& g, int sm_count) {
     const int64_t rounds = (small_stretches(g, share) + sm_count - 1) / sm_count;
     const bool aligned = groups % share == 0 || share % groups == 0;
     const int64_t ends = aligned ? std::max<int64_t>(1, share / groups) : 2 + (share - 1) / groups;
-    const int64_t cost = rounds * (share * (rounds == 1 ? 13 : 12) + ends * end_cost * 12);
+    const int64_t cost = rounds * (share * (rounds == 1 ? 9 : 8) + ends * end_cost * 8);
     if (cost < best_cost) best = share, best_cost = cost;
   }
   return best;
