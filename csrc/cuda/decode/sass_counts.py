@@ -17,8 +17,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Weights that a lane turns into operands in one turn of the loop: sixteen tiles in the small kernels,
-# four in the wide ones.
+# Weights that a lane turns into operands in one turn of the loop: sixteen tiles in the small
+# kernels, four in the wide ones.
 SMALL_WEIGHTS, WIDE_WEIGHTS = 4 * 4 * 8, 4 * 8
 OPERANDS = ("halves", "bytes", "bytes, two passes", "packed", "packed")
 CODEBOOKS = ("3inst", "mcg", "mul1")

@@ -35,8 +35,8 @@ constexpr int kSmallSums = kSmallTiles * 128;  // floats of a column block's sum
 
 // How a block's warps share its tiles.
 struct SmallCut {
-  int tiles;   // output tiles of a warp: all eight, so that what each k tile costs is shared by many, or
-               // half of them where there are no registers for so many sums
+  int tiles;  // output tiles of a warp: all eight, so that what each k tile costs is shared by many, or
+              // half of them where there are no registers for so many sums
   int group;   // k tiles that a warp fetches and multiplies at a time
   int stages;  // groups in flight; two where they are large, so that two blocks fit a multiprocessor
   __host__ __device__ constexpr int depth() const { return kSmallWarps * tiles / kSmallTiles; }
@@ -93,7 +93,8 @@ struct SmallLayout {  // of shared memory, in 32-bit words
   static constexpr int kStage = kCut.group * kKTile;
   static constexpr int kRing = kCut.stages * kStage;
   static constexpr int kRings = kSmallWarps * kRing;
-  static constexpr int kSums = kCut.depth() * kSmallSums;  // in the rings' place, once they are done
+  static constexpr int kSums =
+      kCut.depth() * kSmallSums;  // in the rings' place, once they are done
   static constexpr int kBlockSums = kRings > kSums ? kRings : kSums;
   static constexpr int kFlag = kBlockSums + kSmallSums;
   static constexpr int kBytes = (kFlag + 2) * 4;
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
     const int first = low + length * depth / kDepthWarps;
     const int last = low + length * (depth + 1) / kDepthWarps;
     const int64_t first_tile = static_cast<int64_t>(column_block) * kSmallTiles + column;
-    const int tiles = static_cast<int>(max(
-        static_cast<int64_t>(0), min(static_cast<int64_t>(kTiles), g.out_tiles - first_tile)));
+    const int tiles = static_cast<int>(
+        max(static_cast<int64_t>(0), min(static_cast<int64_t>(kTiles), g.out_tiles - first_tile)));
     const int row_bytes = tiles * kTileWords * 2;
     const int end = tiles > 0 ? last : first;
     const char* source =
@@ -195,7 +196,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
         for (int i = 0; i < kGroup; ++i, from += row_stride) {
 #pragma unroll
           for (int byte = 0; byte < Layout::kKTile * 4; byte += 512) {
-            if (here(i, byte)) copy_async_16(to + i * Layout::kKTile * 4 + byte, from + byte, policy);
+            if (here(i, byte))
+              copy_async_16(to + i * Layout::kKTile * 4 + byte, from + byte, policy);
           }
         }
       };

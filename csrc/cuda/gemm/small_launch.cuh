@@ -26,7 +26,8 @@ cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int sh
     if constexpr (kC == kMul1) {
       constexpr Operand kPacked = Operand::kPackedMul1, kBytes = Operand::kBytes,
                         kTwoPasses = Operand::kBytesTwoPasses;
-      return operand == kBytes ? launch_small_kernel<kTileWords, kC, kBytes, 1>(g, scratch, share, stream)
+      return operand == kBytes
+                 ? launch_small_kernel<kTileWords, kC, kBytes, 1>(g, scratch, share, stream)
              : operand == kTwoPasses
                  ? launch_small_kernel<kTileWords, kC, kTwoPasses, 1>(g, scratch, share, stream)
              : sixteen ? launch_small_kernel<kTileWords, kC, kPacked, 2>(g, scratch, share, stream)

@@ -151,10 +151,9 @@ __device__ __forceinline__ void wide_gather(const Gemm& g, const TileScratch& sc
 // One of the warps that decode and multiply.
 template <int kTileWords, int kCodebook, int kRows>
 __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
-                              const TileSchedule& schedule,
-                              const PowersOfTwo& powers, int worker, int slice, int rank,
-                              char* x_stages, const char* packed_stages, float* out, int* flags,
-                              uint64_t* full, uint64_t* empty) {
+                              const TileSchedule& schedule, const PowersOfTwo& powers, int worker,
+                              int slice, int rank, char* x_stages, const char* packed_stages,
+                              float* out, int* flags, uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32, lane = hold(threadIdx.x % 32);
   const int in_block = warp / 8;  // which of the block's column blocks, and of the tile's
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
   } else {
     take_registers<Shape::kMathRegisters>();
     wide_multiply<kTileWords, kCodebook, kRows>(g, scratch, schedule, powers, worker, slice, rank,
-                                            x_stages, packed_stages, out, flags, full, empty);
+                                                x_stages, packed_stages, out, flags, full, empty);
   }
   __syncwarp();
   if constexpr (Shape::kCluster == 1) {

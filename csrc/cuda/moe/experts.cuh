@@ -21,7 +21,8 @@ constexpr int kExpertWarps = 8;                 // which share K; each takes all
 constexpr int kExpertGroup = 2;                 // k tiles fetched and multiplied at a time
 constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
 constexpr int kUnitQuads = kExpertWarps * 32;   // quads of sums of eight rows: one a thread
-constexpr int kKeptMatrices = 48;  // of a block's first units, so that no segment waits for its descriptor
+constexpr int kKeptMatrices =
+    48;  // of a block's first units, so that no segment waits for its descriptor
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
 // kTerms: FP16 numbers whose sum is x.
@@ -39,7 +40,8 @@ struct ExpertShape {
   // a flag.
   static constexpr int kShared =
       kExpertWarps * (kRing + kUnitQuads / 2 * 16) + kKeptMatrices * 16 + 16;
-  static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;  // that a multiprocessor has room for
+  static constexpr int kBlocks =
+      kShared <= 113 * 1024 ? 2 : 1;  // that a multiprocessor has room for
 };
 
 // What a warp does of a segment.
@@ -140,13 +142,14 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   const char* x_source = s.x + kStages * kExpertGroup * kX;
   uint32_t row_bytes = s.row_bytes;
   int to_fetch = s.last - s.first - kStages;
-  bool follows = to_fetch >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
+  bool follows =
+      to_fetch >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
   const bool goes_on = follows;
 
   float sums[kRowGroups][8][4] = {};
-  float2 unit[kRowGroups];                // of this lane's two rows of sums
-  float x_unit[kRowGroups];               // of its row of fragments
-  __half2 shrink[kRowGroups];             // what fragments are multiplied by
+  float2 unit[kRowGroups];     // of this lane's two rows of sums
+  float x_unit[kRowGroups];    // of its row of fragments
+  __half2 shrink[kRowGroups];  // what fragments are multiplied by
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) unit[r] = float2{0.0f, 0.0f}, x_unit[r] = 0.0f;
   for (int group = s.first; group < s.last; ++group) {
@@ -242,8 +245,8 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float (&sum)[4] = sums[r][half * 4 + j];
-        parts[warp * kQuads + j * 32 + lane] = float4{sum[0] * unit[r].x, sum[1] * unit[r].y,
-                                                      sum[2] * unit[r].x, sum[3] * unit[r].y};
+        parts[warp * kQuads + j * 32 + lane] =
+            float4{sum[0] * unit[r].x, sum[1] * unit[r].y, sum[2] * unit[r].x, sum[3] * unit[r].y};
       }
       __syncthreads();
       if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
@@ -264,9 +267,9 @@ __device__ __forceinline__ Summed<kRowGroups> multiply_any(const Stretch& s, con
   return with_rate(s.tile_words, [&](auto tile_words) {
     return with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
       constexpr int kCodebook = decltype(codebook)::value;
-      return multiply_stretch<decltype(tile_words)::value, kCodebook,
-                              kPacked || kCodebook == kMul1, kTerms, kRowGroups>(
-          s, after, powers, ring, stage, policy, parts);
+      return multiply_stretch < decltype(tile_words)::value, kCodebook,
+             kPacked || kCodebook == kMul1, kTerms,
+             kRowGroups > (s, after, powers, ring, stage, policy, parts);
     });
   });
 }
@@ -288,7 +291,8 @@ struct Units {
 // kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since
 // three layers' errors add up; BF16 ones are rounded more than that.
 template <bool kDown, bool kExact, int kRowGroups>
-__global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kExact ? 2 : 1>::kBlocks)
+__global__ void __launch_bounds__(kExpertWarps * 32,
+                                  ExpertShape<kRowGroups, kExact ? 2 : 1>::kBlocks)
     expert_kernel(const Moe m, const MoeScratch s, const PowersOfTwo powers) {
   constexpr int kRows = kRowGroups * 8;
   constexpr int kTerms = kExact ? 2 : 1;
@@ -343,7 +347,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
     const int first_block = (segment - pass * units.segments) * segment_length;
     const int groups = kBlockGroups * min(segment_length, units.blocks - first_block);
     stretch.tile_words = static_cast<int>(matrix.y);
-    stretch.codebook = kDown                              ? m.down.codebook
+    stretch.codebook = kDown                     ? m.down.codebook
                        : pass + 1 < units.passes ? m.gate.codebook
                                                  : m.up.codebook;
     stretch.first = groups * warp / kExpertWarps;
@@ -382,7 +386,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
       // is its last, and has the second.
       const int place = block * share >= unit * of_unit ? 0 : 1;
       return reinterpret_cast<float4*>(s.parts) +
-             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums + threadIdx.x;
+             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums +
+             threadIdx.x;
     };
 #pragma unroll
     for (int r = 0; r < kRowGroups; ++r) {
@@ -416,8 +421,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
         for (int r = 0; r < kRowGroups; ++r) {
           for (int i = 0; i < units.segments; ++i) {
             const int of_segment = of_pass * units.segments + i;
-            const float4 part = __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) +
-                                       r * kUnitQuads);
+            const float4 part =
+                __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) + r * kUnitQuads);
             if (i == 0)
               held[of_pass][r] = part;
             else
@@ -484,8 +489,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32, ExpertShape<kRowGroups, kEx
       if (!s.adds) continue;
       __syncthreads();
       if (threadIdx.x == 0)
-        *flag = arrive(s.arrived_columns + column_block) ==
-                static_cast<unsigned>(count * slices - 1);
+        *flag =
+            arrive(s.arrived_columns + column_block) == static_cast<unsigned>(count * slices - 1);
       __syncthreads();
       if (*flag != 0 && warp < m.tokens) add_up(m, s, warp, feature);
     }

@@ -16,9 +16,7 @@ namespace trellis::cuda {
 
 // K is cut into segments of so many 128-blocks. Each is summed by itself and segments are added in their
 // order, whoever computes them, so a row's bits do not depend on the other rows.
-TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) {
-  return blocks > 24 ? 16 : 8;
-}
+TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) { return blocks > 8 ? 16 : 8; }
 
 // Segments of a matrix, at most; it does not shrink as K grows.
 inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
@@ -28,16 +26,16 @@ inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
 constexpr int kTileGroups = 16;
 
 struct MoeScratch {
-  int64_t slots;        // at most
-  int row_blocks;       // at most
-  int row_groups;       // eights of rows in a row block
-  int* count;           // row blocks there are, slots
-  int* expert;          // [row blocks]
-  int* first;           // [row blocks]: slot
-  longlong2* matrices;  // [row blocks][slices][gate, up, down]: as in the table
-  int* route;           // [slots], -1: padding
-  int* slot;            // [routes], -1: contributes nothing
-  bool adds;            // down's last block of each 128 features adds the routes up
+  int64_t slots;              // at most
+  int row_blocks;             // at most
+  int row_groups;             // eights of rows in a row block
+  int* count;                 // row blocks there are, slots
+  int* expert;                // [row blocks]
+  int* first;                 // [row blocks]: slot
+  longlong2* matrices;        // [row blocks][slices][gate, up, down]: as in the table
+  int* route;                 // [slots], -1: padding
+  int* slot;                  // [routes], -1: contributes nothing
+  bool adds;                  // down's last block of each 128 features adds the routes up
   unsigned* arrived_inner;    // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
   unsigned* arrived_hidden;   // the same of hidden
   unsigned* arrived_columns;  // [128-blocks of hidden]: finished units

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, 2)
     with_rate(item.tile_words, [&](auto tile_words) {
       with_codebook<tile_words.value>(item.codebook, [&](auto codebook) {
         multiply_tile<decltype(tile_words)::value, decltype(codebook)::value, kTerms>(item, powers,
-                                                                                     stages);
+                                                                                      stages);
       });
     });
   }
