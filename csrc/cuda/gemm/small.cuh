@@ -35,8 +35,9 @@ constexpr int kSmallSums = kSmallTiles * 128;  // floats of a column block's sum
 
 // How a block's warps share its tiles.
 struct SmallCut {
-  int tiles;  // output tiles of a warp: all eight, so that what each k tile costs is shared by many, or
-              // half of them where there are no registers for so many sums
+  // Output tiles of a warp: all eight, so that what each k tile costs is shared by many, or half of them
+  // where there are no registers for so many sums.
+  int tiles;
   int group;   // k tiles that a warp fetches and multiplies at a time
   int stages;  // groups in flight; two where they are large, so that two blocks fit a multiprocessor
   __host__ __device__ constexpr int depth() const { return kSmallWarps * tiles / kSmallTiles; }

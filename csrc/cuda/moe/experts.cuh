@@ -3,12 +3,13 @@
 //
 // A unit is a row block's 128 output features of one slice: its gate and up (or down alone), each cut into
 // segments of K. The segments of all units are laid end to end and dealt to the thread blocks in equal
-// stretches; how many there are is known on the device alone. In a segment the warps share K and the
-// features as in ../gemm/small.cuh, each with a ring of packed tiles of its own; their sums meet in shared
-// memory. A unit that lies in several stretches is finished by whichever block comes last.
+// stretches; how many there are is known on the device alone. In a segment the warps share K, each with a ring
+// of packed tiles and fragments of its own; their sums meet in shared memory. A unit that lies in several
+// stretches is finished by whichever block comes last. Sums are added in an order that depends on K alone,
+// neither on the number of rows nor on who adds them.
 //
-// Weights are the A operand. Rows are FP16 with one scale for each 128 inputs, at whose end sums are folded
-// into float32 ones, so no activation is too large and no block of outliers costs the others anything.
+// Weights are the A operand. Rows are FP16 with one scale for each 128 inputs, so no activation is too large
+// and no block of outliers costs the others anything.
 #pragma once
 
 #include "../../rates.h"
@@ -21,8 +22,8 @@ constexpr int kExpertWarps = 8;                 // which share K; each takes all
 constexpr int kExpertGroup = 2;                 // k tiles fetched and multiplied at a time
 constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
 constexpr int kUnitQuads = kExpertWarps * 32;   // quads of sums of eight rows: one a thread
-constexpr int kKeptMatrices =
-    48;  // of a block's first units, so that no segment waits for its descriptor
+// Descriptors that a block keeps, of its first units, so that no segment waits for its own.
+constexpr int kKeptMatrices = 48;
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
 // kTerms: FP16 numbers whose sum is x.
@@ -40,8 +41,8 @@ struct ExpertShape {
   // a flag.
   static constexpr int kShared =
       kExpertWarps * (kRing + kUnitQuads / 2 * 16) + kKeptMatrices * 16 + 16;
-  static constexpr int kBlocks =
-      kShared <= 113 * 1024 ? 2 : 1;  // that a multiprocessor has room for
+  // That a multiprocessor of sm_90 has room for.
+  static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
 };
 
 // What a warp does of a segment.
