@@ -211,7 +211,7 @@ def test_blocks_of_any_magnitude_in_one_row(tokens, dtype):
     """Sums are in units of a row's largest scale so far, whichever order scales come in."""
     experts = make_experts(3, hidden=2304)
     x = torch.randn(tokens, 18, 128)
-    factors = torch.tensor([0.0, 1e-30, 1e-6, 1e-3, 1.0, 1e3])
+    factors = torch.tensor([0.0, 1e-12, 1e-6, 1e-3, 1.0, 1e3])
     x *= factors[torch.randint(0, 6, (tokens, 18))][..., None]
     x[:4] = torch.randn(4, 18, 128) * factors[1]
     x[:2, ::2] = 0.0
