@@ -40,49 +40,80 @@ __device__ __noinline__ void multiply_tile(const TileItem item, const PowersOfTw
   constexpr int kX = kTileX<kTerms>;
   constexpr int kStages = kTileStages<kTerms>;
   constexpr int kStage = kX + kTileSteps * 8 * 256;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Window<kTileWords> window(lane);
+  constexpr int kThreads = kTileWarps * 32;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  Window<kTileWords> window(lane);
+  for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
   const Hash hash = hash_for<kCodebook>();
   const int groups = (item.rows + 7) / 8;
-  const int matrix = lane / 8, row = lane % 8;
 
-  const auto bring = [&](int step) {
-    if (step < item.steps) {
-      char* const to = stages + step % kStages * kStage;
-      const char* const x = item.x + static_cast<int64_t>(step) * kTerms * 1024;
-      for (int at = threadIdx.x * 16; at < groups * kTerms * 1024; at += kTileWarps * 512) {
-        const int group = at / (kTerms * 1024);
-        copy_async_16(to + at, x + group * item.group_bytes + (at - group * kTerms * 1024));
+  // What a thread copies of a step, 16 bytes at a time: always the same place of x and of the packed words, which
+  // moves on with the steps.
+  constexpr int kXPieces = kTerms * 64;                   // of eight rows
+  constexpr int kXGroups = kThreads / kXPieces;           // eights of rows that go together
+  constexpr int kPackedPieces = kTileSteps * kTileWords;  // of a step
+  constexpr int kPackedRounds = (kPackedPieces + kThreads - 1) / kThreads;
+  const int x_group = thread / kXPieces;
+  const char* x_from = item.x + x_group * item.group_bytes + thread % kXPieces * 16;
+  const uint64_t x_round = hold(static_cast<uint64_t>(item.group_bytes) * kXGroups);
+  const char* packed_from[kPackedRounds];
+#pragma unroll
+  for (int i = 0; i < kPackedRounds; ++i) {
+    const int piece = thread + i * kThreads;
+    packed_from[i] = item.packed + piece / kTileWords * item.row_bytes + piece % kTileWords * 16;
+  }
+  const uint64_t packed_step = hold(static_cast<uint64_t>(item.row_bytes) * kTileSteps);
+  const uint32_t first_stage = hold(shared_address(stages));
+  const auto next = [&](uint32_t stage) {
+    return stage == first_stage + (kStages - 1) * kStage ? first_stage : stage + kStage;
+  };
+  uint32_t to = first_stage;
+  int to_bring = item.steps;
+  const auto bring = [&] {
+    if (to_bring-- > 0) {
+      const uint32_t mine = to + thread * 16;
+      const char* from = x_from;
+#pragma unroll
+      for (int i = 0; i < kTileGroups / kXGroups; ++i, from += x_round)
+        if (x_group + i * kXGroups < groups) copy_async_16(mine + i * kThreads * 16, from);
+      x_from += kTerms * 1024;
+#pragma unroll
+      for (int i = 0; i < kPackedRounds; ++i) {
+        if (thread + i * kThreads < kPackedPieces)
+          copy_async_16(mine + kX + i * kThreads * 16, packed_from[i]);
+        packed_from[i] += packed_step;
       }
-      const char* const packed =
-          item.packed + static_cast<int64_t>(step) * kTileSteps * item.row_bytes;
-      for (int at = threadIdx.x * 16; at < kTileSteps * kKTile; at += kTileWarps * 512) {
-        const int k_tile = at / kKTile;
-        copy_async_16(to + kX + at, packed + k_tile * item.row_bytes + (at - k_tile * kKTile));
-      }
+      to = next(to);
     }
     copy_commit();
   };
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) bring();
+
+  // This lane's address of the four matrices that it loads at a time: 16-byte piece p of row r of an atom lies at
+  // piece p ^ r.
+  const int matrix = lane / 8, row = lane % 8;
+  uint32_t x_at[kTileSteps];
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) bring(i);
+  for (int i = 0; i < kTileSteps; ++i)
+    x_at[i] = hold(static_cast<uint32_t>(matrix / 2 * (kTerms * 1024) + row * 128 +
+                                         ((i * 2 + matrix % 2) ^ row) * 16));
 
   float sums[kTileGroups][4] = {};
-  for (int step = 0; step < item.steps; ++step) {
+  uint32_t stage = first_stage;
+  for (int step = 0; step < item.steps; ++step, stage = next(stage)) {
     copy_wait<kStages - 2>();
     __syncthreads();  // everybody's copies are there, and the stage before is done with
-    bring(step + kStages - 1);
-    const uint32_t x = shared_address(stages + step % kStages * kStage);
-    const uint32_t packed = x + kX + warp * kTileBytes;
+    bring();
+    const uint32_t packed = stage + kX + warp * kTileBytes;
 #pragma unroll
     for (int i = 0; i < kTileSteps; ++i) {
       uint32_t v[3], p[8], a[4];
       const uint32_t tile = packed + i * kKTile;
-      load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window, v);
+      load_stretch<kTileWords>([=](int byte) { return load_shared(tile + byte); }, window, v);
       products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
       packed_values<kCodebook == kMul1>(p, a);
-      // 16-byte piece p of row r of an atom lies at piece p ^ r.
-      const uint32_t from =
-          x + matrix / 2 * (kTerms * 1024) + row * 128 + ((i * 2 + matrix % 2) ^ row) * 16;
+      const uint32_t from = stage + x_at[i];
 #pragma unroll
       for (int pair = 0; pair < kTileGroups / 2; ++pair) {
         if (pair * 2 >= groups) break;
