@@ -20,7 +20,7 @@ from pathlib import Path
 # Weights that a lane turns into operands in one turn of the loop: sixteen tiles in the small
 # kernels, four in the wide ones.
 SMALL_WEIGHTS, WIDE_WEIGHTS = 4 * 4 * 8, 4 * 8
-OPERANDS = ("halves", "bytes", "bytes, two passes", "packed", "packed")
+OPERANDS = ("halves", "bytes", "packed", "packed")
 CODEBOOKS = ("3inst", "mcg", "mul1")
 # The integer pipe (shift, logic, compare, permute), and the one of multiply-add.
 ALU = ("SHF", "LOP3", "PRMT", "LEA", "ISETP", "IADD3", "VIADD", "SEL", "PLOP3", "VIMNMX")

@@ -84,8 +84,8 @@ __device__ __forceinline__ int exponent_of(float most) {
 enum class Layout { Fragments, Integers, Swizzled };
 
 // Integers, with one scale for all of a block.
-__device__ __forceinline__ void write_integers(const Rotated& to, bool two_passes, int row,
-                                               bool real, int64_t block, const float (&v)[4]) {
+__device__ __forceinline__ void write_integers(const Rotated& to, int row, bool real, int64_t block,
+                                               const float (&v)[4]) {
   const int lane = threadIdx.x % 32;
   const float largest =
       warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
@@ -93,9 +93,8 @@ __device__ __forceinline__ void write_integers(const Rotated& to, bool two_passe
   const float scale =
       largest > 0x1p-100f && !isinf(largest) ? largest * (1.0f / kLargestInteger) : 1.0f;
   const float inverse = __fdividef(1.0f, scale);
-  // Bytes of four rows and their low bytes beside them, or of eight rows and then the low ones.
-  const int tile_bytes = two_passes ? 256 : 128;
-  uint8_t* const bytes = reinterpret_cast<uint8_t*>(to.x) + (block * 8 + lane / 4) * tile_bytes +
+  // Bytes of four rows, then their low bytes.
+  uint8_t* const bytes = reinterpret_cast<uint8_t*>(to.x) + (block * 8 + lane / 4) * 128 +
                          row * 16 + lane % 2 * 8 + lane % 4 / 2 * 2;
   int total = 0;
   bool finite = true;
@@ -107,7 +106,7 @@ __device__ __forceinline__ void write_integers(const Rotated& to, bool two_passe
     const int high = (value + 128) >> 8, low = value - high * 256;
     const int at = i / 2 * 4 + i % 2;
     bytes[at] = static_cast<uint8_t>(high);
-    bytes[at + tile_bytes / 2] = static_cast<uint8_t>(low);
+    bytes[at + 64] = static_cast<uint8_t>(low);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
@@ -146,7 +145,7 @@ __device__ __forceinline__ void write_halves(const Rotated& to, bool swizzled, i
 // `shares`: blocks of a row.
 template <Layout kLayout, DType kDType, bool kUsual>
 __global__ void __launch_bounds__(kRotateWarps * 32)
-    rotate_rows(const Gemm g, const Rotated to, const int shares, const bool two_passes) {
+    rotate_rows(const Gemm g, const Rotated to, const int shares) {
   __shared__ float largest[kRotateWarps];
   let_next_kernel_start();
   const unsigned row_of_grid = blockIdx.x / static_cast<unsigned>(shares);
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
       const int block = first + i * step;
       if (block >= blocks) break;
       if constexpr (kLayout == Layout::Integers)
-        write_integers(to, two_passes, static_cast<int>(row), real, block, v[i]);
+        write_integers(to, static_cast<int>(row), real, block, v[i]);
       else
         write_halves(to, kLayout == Layout::Swizzled, row, block, v[i]);
     }
@@ -198,16 +197,14 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
 }
 
 template <Layout kLayout>
-cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, bool two_passes,
-                          cudaStream_t stream) {
+cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
   const int64_t most = (g.in_tiles + 8 * kRotateWarps - 1) / (8 * kRotateWarps);
   const int shares =
       static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(most, kRotateBlocks / rows)));
   const auto launch = [&](auto kernel) {
     const cudaError_t error = prefer_shared(kernel);
     if (error != cudaSuccess) return error;
-    kernel<<<static_cast<unsigned>(rows * shares), kRotateWarps * 32, 0, stream>>>(g, to, shares,
-                                                                                   two_passes);
+    kernel<<<static_cast<unsigned>(rows * shares), kRotateWarps * 32, 0, stream>>>(g, to, shares);
     return cudaGetLastError();
   };
   const int element = g.x_dtype == DType::Float ? 4 : 2;
@@ -230,11 +227,9 @@ cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, bool t
 
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream) {
-  const bool two_passes = operand == Operand::kBytesTwoPasses;
-  if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, two_passes, stream);
-  if (operand == Operand::kSwizzled)
-    return launch_layout<Layout::Swizzled>(g, to, rows, two_passes, stream);
-  return launch_layout<Layout::Fragments>(g, to, rows, two_passes, stream);
+  if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, stream);
+  if (operand == Operand::kSwizzled) return launch_layout<Layout::Swizzled>(g, to, rows, stream);
+  return launch_layout<Layout::Fragments>(g, to, rows, stream);
 }
 
 }  // namespace trellis::cuda

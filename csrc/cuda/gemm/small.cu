@@ -12,9 +12,7 @@ SmallScratch take_scratch(const Gemm& g, int64_t share, Arena& arena) {
   const Operand operand = small_operand(g);
   const int64_t blocks = (g.in_tiles + 7) / 8;
   const int row_groups = small_row_groups(g);
-  const int words = operand == Operand::kBytes            ? 1
-                    : operand == Operand::kBytesTwoPasses ? 2
-                                                          : 2 * row_groups;
+  const int words = is_integer(operand) ? 1 : 2 * row_groups;
   SmallScratch scratch = {};
   Rotated& rotated = scratch.rotated;
   rotated.row_groups = row_groups;
@@ -64,7 +62,7 @@ cudaError_t launch_small(const Gemm& g, void* memory, int64_t share, cudaStream_
   Arena arena(memory);
   const SmallScratch scratch = take_scratch(g, share, arena);
   const Operand operand = small_operand(g);
-  const int rows = operand == Operand::kBytes ? 4 : scratch.rotated.row_groups * kSmallRows;
+  const int rows = is_integer(operand) ? 4 : scratch.rotated.row_groups * kSmallRows;
   const cudaError_t error = launch_rotate(g, scratch.rotated, operand, rows, stream);
   if (error != cudaSuccess) return error;
   return with_rate(g.tile_words, [&](auto tile_words) {

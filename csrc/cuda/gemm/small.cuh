@@ -14,10 +14,9 @@
 // the codebook value never exists:
 //   halves (3inst, mcg)  the two FP16 halves of a product are two K elements with x repeated; a row
 //                        has one scale, since FP16 keeps its precision over 2^24 below the largest
-//   bytes (mul1)         its four bytes are four K elements of an integer MMA with x repeated; x is a
-//                        16-bit integer, high and low bytes in different columns (m <= 4) or passes,
-//                        with a scale for each block of 128 inputs, where the exact sums are folded
-//                        into float32 ones
+//   bytes (mul1, m <= 4) its four bytes are four K elements of an integer MMA with x repeated; x is a
+//                        16-bit integer, high and low bytes in different columns, with a scale for
+//                        each block of 128 inputs, where the exact sums are folded into float32 ones
 // Beyond, decoding is a smaller part of the work than multiplying:
 //   packed (all)         the value in FP16, one MMA for each tile and eight rows
 #pragma once
@@ -44,8 +43,7 @@ struct SmallCut {
 };
 __host__ __device__ constexpr SmallCut small_cut(int tile_words, Operand operand, int row_groups) {
   const int stages = tile_words <= 64 ? 3 : 2;
-  return row_groups == 4 || operand == Operand::kBytesTwoPasses ? SmallCut{4, 4, stages}
-                                                                : SmallCut{8, 2, stages};
+  return row_groups == 4 ? SmallCut{4, 4, stages} : SmallCut{8, 2, stages};
 }
 
 // What the first launch leaves for the second, and where the blocks meet.
@@ -57,8 +55,7 @@ struct SmallScratch {
 inline Operand small_operand(const Gemm& g) {
   const bool mul1 = g.codebook == 2;
   if (!mul1) return g.m <= 2 * kSmallRows ? Operand::kHalves : Operand::kPackedHalves;
-  if (g.m > kSmallRows) return Operand::kPackedMul1;
-  return g.m <= 4 ? Operand::kBytes : Operand::kBytesTwoPasses;
+  return g.m <= 4 ? Operand::kBytes : Operand::kPackedMul1;
 }
 // Eights of rows that a kernel is instantiated for.
 inline int small_row_groups(const Gemm& g) { return g.m <= 8 ? 1 : g.m <= 16 ? 2 : 4; }
@@ -80,9 +77,8 @@ inline int64_t small_stretches(const Gemm& g, int64_t share) {
 template <Operand kOperand, int kRowGroups>
 struct SmallShape {
   static constexpr bool kInteger = is_integer(kOperand);
-  static constexpr int kPasses = kOperand == Operand::kBytesTwoPasses ? 2 : 1;
   // What a lane holds of x for one k tile, and the 32-bit words of a k tile's fragments.
-  static constexpr int kLaneWords = kInteger ? kPasses : 2 * kRowGroups;
+  static constexpr int kLaneWords = kInteger ? 1 : 2 * kRowGroups;
   static constexpr int kTileStride = 32 * kLaneWords;
 };
 
@@ -136,7 +132,6 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
                  const PowersOfTwo powers) {
   using Shape = SmallShape<kOperand, kRowGroups>;
   using Layout = SmallLayout<kTileWords, kOperand, kRowGroups>;
-  constexpr int kPasses = Shape::kPasses;
   constexpr int kTiles = Layout::kCut.tiles;
   constexpr int kGroup = Layout::kCut.group;
   constexpr int kStages = Layout::kCut.stages;
@@ -251,18 +246,17 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
     load_x();
 
     float sums[kRowGroups][kTiles][4] = {};
-    int whole[kPasses][kTiles][4] = {};  // mul1: sums of the current 128-block
-    float correction = 0.0f;             // mul1: of row `lane`, lanes 0..7
+    int whole[kTiles][4] = {};  // bytes: sums of the current 128-block
+    float correction = 0.0f;    // bytes: of row `lane`, lanes 0..7
     float scale[2] = {};
 
     for (int group = first; group < end; ++group) {
       if constexpr (Shape::kInteger) {
         if (group == first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
           const int64_t block = static_cast<int64_t>(group / kBlockGroups) * kSmallRows;
-          // With bytes in columns, 0..3 hold the rows' high bytes and 4..7 their low bytes.
-          const bool in_columns = kOperand == Operand::kBytes;
-          const float weight = in_columns && pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
-          const int row = in_columns ? pair_row % 4 : pair_row;
+          // Columns 0..3 hold the rows' high bytes and 4..7 their low bytes.
+          const float weight = pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
+          const int row = pair_row % 4;
           scale[0] = weight * scratch.rotated.scales[block + row];
           scale[1] = weight * scratch.rotated.scales[block + row + 1];
           // Whoever has a block's first group adds its correction.
@@ -275,19 +269,16 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
         // A fragment's two registers for each eight rows, or four where K elements repeat.
-        uint32_t x[kRowGroups * kPasses][4];
+        uint32_t x[kRowGroups][4];
         const uint32_t (&now)[Shape::kLaneWords] = next[i % kAhead];
         if constexpr (is_packed(kOperand)) {
 #pragma unroll
           for (int r = 0; r < kRowGroups; ++r) x[r][0] = now[2 * r], x[r][1] = now[2 * r + 1];
         } else if constexpr (Shape::kInteger) {
-#pragma unroll
-          for (int pass = 0; pass < kPasses; ++pass) {
-            x[pass][0] = __byte_perm(now[pass], 0, 0x0000);
-            x[pass][1] = __byte_perm(now[pass], 0, 0x1111);
-            x[pass][2] = __byte_perm(now[pass], 0, 0x2222);
-            x[pass][3] = __byte_perm(now[pass], 0, 0x3333);
-          }
+          x[0][0] = __byte_perm(now[0], 0, 0x0000);
+          x[0][1] = __byte_perm(now[0], 0, 0x1111);
+          x[0][2] = __byte_perm(now[0], 0, 0x2222);
+          x[0][3] = __byte_perm(now[0], 0, 0x3333);
         } else {
 #pragma unroll
           for (int r = 0; r < kRowGroups; ++r) {
@@ -311,11 +302,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
           }
           products<kTileWords, kOperand != Operand::kPackedMul1>(v, hash, powers, p);
           if constexpr (Shape::kInteger) {
-#pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) {
-              mma_u8s8(whole[pass][j], p[0], p[4], p[1], p[5], x[pass][0], x[pass][1]);
-              mma_u8s8(whole[pass][j], p[2], p[6], p[3], p[7], x[pass][2], x[pass][3]);
-            }
+            mma_u8s8(whole[j], p[0], p[4], p[1], p[5], x[0][0], x[0][1]);
+            mma_u8s8(whole[j], p[2], p[6], p[3], p[7], x[0][2], x[0][3]);
           } else if constexpr (kOperand == Operand::kHalves) {
 #pragma unroll
             for (uint32_t& product : p) product = halves(product);
@@ -344,12 +332,8 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               // Each sum stays within 2^24 over one block, so no conversion rounds.
-              float value = static_cast<float>(whole[0][j][i]);
-              if constexpr (kPasses == 2)
-                value = fmaf(256.0f, value, static_cast<float>(whole[kPasses - 1][j][i]));
-              sums[0][j][i] = fmaf(value, scale[i % 2], sums[0][j][i]);
-#pragma unroll
-              for (int pass = 0; pass < kPasses; ++pass) whole[pass][j][i] = 0;
+              sums[0][j][i] = fmaf(static_cast<float>(whole[j][i]), scale[i % 2], sums[0][j][i]);
+              whole[j][i] = 0;
             }
           }
         }
@@ -360,10 +344,10 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
     // ---- the warps' sums, in order ---------------------------------------------------------------
     float added[2] = {};
     if constexpr (Shape::kInteger) {
-      // With bytes in columns the high bytes' columns alone carry the correction.
+      // The high bytes' columns alone carry the correction.
       added[0] = __shfl_sync(0xFFFFFFFFu, correction, pair_row);
       added[1] = __shfl_sync(0xFFFFFFFFu, correction, pair_row + 1);
-      if (kOperand == Operand::kBytes && pair_row >= 4) added[0] = added[1] = 0.0f;
+      if (pair_row >= 4) added[0] = added[1] = 0.0f;
     }
     float4 totals[kRowGroups] = {};
 #pragma unroll

@@ -20,24 +20,25 @@ template <int kTileWords>
 cudaError_t launch_small_rate(const Gemm& g, const SmallScratch& scratch, int share,
                               cudaStream_t stream) {
   const Operand operand = small_operand(g);
-  const bool sixteen = small_row_groups(g) == 2;
+  const int row_groups = small_row_groups(g);
   return with_codebook<kTileWords>(g.codebook, [&](auto codebook) {
     constexpr int kC = decltype(codebook)::value;
     if constexpr (kC == kMul1) {
-      constexpr Operand kPacked = Operand::kPackedMul1, kBytes = Operand::kBytes,
-                        kTwoPasses = Operand::kBytesTwoPasses;
+      constexpr Operand kPacked = Operand::kPackedMul1, kBytes = Operand::kBytes;
       return operand == kBytes
                  ? launch_small_kernel<kTileWords, kC, kBytes, 1>(g, scratch, share, stream)
-             : operand == kTwoPasses
-                 ? launch_small_kernel<kTileWords, kC, kTwoPasses, 1>(g, scratch, share, stream)
-             : sixteen ? launch_small_kernel<kTileWords, kC, kPacked, 2>(g, scratch, share, stream)
-                       : launch_small_kernel<kTileWords, kC, kPacked, 4>(g, scratch, share, stream);
+             : row_groups == 1
+                 ? launch_small_kernel<kTileWords, kC, kPacked, 1>(g, scratch, share, stream)
+             : row_groups == 2
+                 ? launch_small_kernel<kTileWords, kC, kPacked, 2>(g, scratch, share, stream)
+                 : launch_small_kernel<kTileWords, kC, kPacked, 4>(g, scratch, share, stream);
     } else {
       constexpr Operand kPacked = Operand::kPackedHalves, kHalves = Operand::kHalves;
-      return operand == kPacked
-                 ? launch_small_kernel<kTileWords, kC, kPacked, 4>(g, scratch, share, stream)
-             : sixteen ? launch_small_kernel<kTileWords, kC, kHalves, 2>(g, scratch, share, stream)
-                       : launch_small_kernel<kTileWords, kC, kHalves, 1>(g, scratch, share, stream);
+      return row_groups == 1
+                 ? launch_small_kernel<kTileWords, kC, kHalves, 1>(g, scratch, share, stream)
+             : row_groups == 2
+                 ? launch_small_kernel<kTileWords, kC, kHalves, 2>(g, scratch, share, stream)
+                 : launch_small_kernel<kTileWords, kC, kPacked, 4>(g, scratch, share, stream);
     }
   });
 }
