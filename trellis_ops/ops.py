@@ -32,9 +32,10 @@ def trellis_gemm(
     H is the orthonormal Hadamard transform of each block of 128 features. Sums are float32 or
     wider and results are rounded once; any finite activation is safe (rows are scaled by a power of
     two on the way). Rotated activations may be rounded to sixteen bits (on the CPU: integers with
-    one scale for 128 of them, whose sums are exact), within the error that follows. Relative L2
-    error against exact arithmetic: at most 5e-4 (float16, float32 output), 3e-3 (bfloat16 output).
-    On the CPU a row's result does not depend on the other rows.
+    one scale for 128 or 512 of them), within the error that follows. Relative L2 error against
+    exact arithmetic: at most 5e-4 (float16, float32 output), 3e-3 (bfloat16 output). On the CPU a
+    row's result does not depend on the other rows; where that has AMX it does so far as more than
+    eight rows have another kernel than fewer.
 
     Args:
         x: float16, bfloat16 or float32 [..., in]; may fall short of the trellis' in_features by

@@ -17,11 +17,14 @@ struct Fp16 : Vbmi {
           hash, _mm512_set1_epi32(static_cast<int>(kHalvesAnd)), _mm512_set1_epi16(kXor), 0x6A));
     }
 
-    __m512i value(__m512i states) const {
+    static __m512h sum(__m512i states) {  // times 2^12
       const Hashes hash = hashes<kCodebook>(states);
-      const __m512h sum = _mm512_add_ph(half(hash.low), half(hash.high));
-      return _mm512_cvtph_epi16(
-          _mm512_mul_ph(sum, _mm512_castsi512_ph(_mm512_set1_epi16(0x3800))));  // a half
+      return _mm512_add_ph(half(hash.low), half(hash.high));
+    }
+
+    __m512i value(__m512i states) const {
+      const __m512h half = _mm512_castsi512_ph(_mm512_set1_epi16(0x3800));
+      return _mm512_cvtph_epi16(_mm512_mul_ph(sum(states), half));
     }
   };
 };

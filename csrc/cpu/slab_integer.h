@@ -135,7 +135,7 @@ void prefetch(const int16_t* packed, int64_t stride) {
 
 template <typename V>
 struct Slab {
-  static constexpr int kRowBlock = trellis::kRowBlock, kFewRows = 0;
+  static constexpr int kRowBlock = trellis::kRowBlock, kColumnBlocks = 1, kFewRows = 0;
   static constexpr int kParts = kStrip / V::kLanes;  // vectors of a strip
   using Words = typename V::Words;
   using Lanes = typename V::Lanes;  // of the sums of a strip
@@ -247,7 +247,8 @@ struct Slab {
   }
 
   static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
-                       float* sums) {
+                       const Take& take) {
+    alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
     const Inputs* const inputs = static_cast<const Inputs*>(prepared);
     std::memset(sums, 0, sizeof(float) * rows * kSlabColumns);
     with_codebook<V>(w, [&](const auto& codebook) {
@@ -261,6 +262,7 @@ struct Slab {
         rescale<std::decay_t<decltype(codebook)>>(total, sums + r * kSlabColumns);
       }
     });
+    take(0, 0, rows, sums);
   }
 };
 
@@ -272,7 +274,10 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
   const size_t bytes = static_cast<size_t>(Kernel::prepared_bytes(w, rows));
   if (prepared.size() * sizeof(Inputs) < bytes) prepared.resize(bytes / sizeof(Inputs) + 1);
   for (int r = 0; r < rows; ++r) Kernel::prepare(w, x + r * x_stride, r, rows, prepared.data());
-  Kernel::multiply(w, out_tile, tiles, prepared.data(), rows, sums);
+  const auto take = [&](int, int row, int count, const float* from) {
+    std::memcpy(sums + row * kSlabColumns, from, sizeof(float) * count * kSlabColumns);
+  };
+  Kernel::multiply(w, out_tile, tiles, prepared.data(), rows, take);
 }
 
 template <typename Kernel>
@@ -281,6 +286,7 @@ SlabKernels integer_kernels(const char* name) {
           generic_slab_kernels().decode,
           product<Kernel>,
           Kernel::kRowBlock,
+          Kernel::kColumnBlocks,
           Kernel::kFewRows,
           Kernel::prepared_bytes,
           Kernel::prepare,
