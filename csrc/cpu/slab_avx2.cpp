@@ -38,6 +38,8 @@ struct Avx2 {
   static constexpr int kLanes = 16, kRowsAtOnce = 1;
   using Words = __m256i;
   using Lanes = __m256i;
+  template <int kWords>
+  using Layout = Strips<Avx2, kWords>;
 
   static Words load(const int16_t* from) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
@@ -114,7 +116,8 @@ struct Avx2 {
     for (float lane : lanes) *sum += lane;
   }
 
-  static void round(const float* x, int depth, float factor, int16_t (*words)[kStrip], int* total) {
+  static void round(int, const float* x, int depth, float factor, int16_t (*words)[kStrip],
+                    int* total) {
     // A lane of packed words has eight inputs, of which each four serve two columns.
     const __m256i order = _mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11,  //
                                            4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
