@@ -111,8 +111,10 @@ const SlabKernels& avx512_slab_kernels();
 const SlabKernels& exact_avx512_slab_kernels();
 const SlabKernels& avx512vnni_slab_kernels();
 const SlabKernels& avx512fp16_slab_kernels();
+const SlabKernels& exact_avx512fp16_slab_kernels();
 const SlabKernels& int8_slab_kernels();
 const SlabKernels& amx_slab_kernels();
+const SlabKernels& exact_amx_slab_kernels();
 const SlabKernels& neon_slab_kernels();
 
 }  // namespace trellis

@@ -46,15 +46,10 @@ struct Weights : Fp16 {
   };
 
   struct ByteSum {
-    static constexpr float kScale = kMul1Scale / 64, kOffset = 32768 + 64 * ByteSumRange::kOffset,
-                           kLow = 96;
+    static constexpr float kScale = 0x1p-13f, kOffset = 0, kLow = 124;
 
     static __m512i value(__m512i states) {
-      const Hashes hash = hashes<kMul1>(states);
-      const __m512i factor = _mm512_set1_epi8(64);
-      const __m512i sum = _mm512_add_epi16(_mm512_maddubs_epi16(hash.low, factor),
-                                           _mm512_maddubs_epi16(hash.high, factor));
-      return _mm512_xor_si512(sum, _mm512_set1_epi16(INT16_MIN));
+      return _mm512_cvtph_epi16(rounded<13>(Fp16::ByteSum{}.value(states)));
     }
   };
 
@@ -391,6 +386,20 @@ struct Amx {
 
 const SlabKernels& amx_slab_kernels() {
   static const SlabKernels kernels = integer_kernels<Amx>("amx");
+  return kernels;
+}
+
+const SlabKernels& exact_amx_slab_kernels() {
+  static const SlabKernels kernels = [] {
+    SlabKernels same = amx_slab_kernels();
+    same.product = [](const Matrix& w, int64_t out_tile, int tiles, const float* x,
+                      int64_t x_stride, int rows, float* sums) {
+      const bool few = rows <= Amx::kFewRows;
+      (few ? exact_avx512fp16_slab_kernels() : amx_slab_kernels())
+          .product(w, out_tile, tiles, x, x_stride, rows, sums);
+    };
+    return same;
+  }();
   return kernels;
 }
 
