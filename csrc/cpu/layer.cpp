@@ -71,7 +71,10 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
     }
   });
 
-  const int64_t most = 8 * kernels.column_blocks, groups = (w.out_tiles + most - 1) / most;
+  // As many column blocks at once as leave every thread two turns.
+  const bool wide = w.out_tiles >= 16 * kernels.column_blocks * thread_count();
+  const int64_t most = wide ? 8 * kernels.column_blocks : 8;
+  const int64_t groups = (w.out_tiles + most - 1) / most;
   parallel_for(groups * blocks.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t block = item / groups, out_tile = item % groups * most;
