@@ -28,16 +28,15 @@ struct alignas(64) Step {
 // The activations of sixteen rows in one panel, transposed: 4 inputs, 16 rows, 4 inputs, ...
 struct alignas(64) RowTile {
   Step steps[kSteps];
-  float scales[16];
-  float totals[16],
-      lows[16];  // of the integers, and of their lower bytes, in the activations' unit
+  float scales[16],
+      lows[16];  // of the integers; the sums of their lower bytes, in the inputs' unit
 };
 
-// A weight is (integer + kOffset) * kScale, and its integer's lower byte kLow on average.
+// A weight is an integer times kScale, and that integer's lower byte kLow on average.
 struct Weights : Fp16 {
   template <int kCodebook>
   struct TwoHalves {
-    static constexpr float kScale = 0x1p-13f, kOffset = 0, kLow = 124;
+    static constexpr float kScale = 0x1p-13f, kLow = 124;
 
     static __m512i value(__m512i states) {
       const __m512h sum = Fp16::TwoHalves<kCodebook>::sum(states);
@@ -46,7 +45,7 @@ struct Weights : Fp16 {
   };
 
   struct ByteSum {
-    static constexpr float kScale = 0x1p-13f, kOffset = 0, kLow = 124;
+    static constexpr float kScale = 0x1p-13f, kLow = 124;
 
     static __m512i value(__m512i states) {
       return _mm512_cvtph_epi16(rounded<13>(Fp16::ByteSum{}.value(states)));
@@ -54,7 +53,8 @@ struct Weights : Fp16 {
   };
 
   struct Lookup : LookupRange {
-    static constexpr float kScale = LookupRange::kScale / 4, kLow = 64;
+    static constexpr float kScale = LookupRange::kScale / 4,
+                           kLow = 64;  // of both that are looked up
     const float* values;
 
     __m512i value(__m512i states) const {
@@ -191,9 +191,9 @@ struct Amx {
     float factor = 1.0f;
     if (finite && largest > 0) factor = std::min(kLargestInput / largest, 0x1p120f);
     if (!finite) depth = 0;
-    __m512i highs = _mm512_setzero_si512(), lows = highs;
+    __m512i lows = _mm512_setzero_si512();
     static constexpr InputOrder kOrder;
-    const __m512i order = _mm512_load_si512(kOrder.inputs), one = _mm512_set1_epi8(1);
+    const __m512i order = _mm512_load_si512(kOrder.inputs);
     for (int s = 0; s < kSteps; ++s) {
       const auto rounded = [&](int i) {
         if (4 * s + i >= depth) return _mm512_setzero_si512();
@@ -212,17 +212,14 @@ struct Amx {
           _mm512_permutexvar_epi8(order, _mm512_packs_epi16(upper_of(a), upper_of(b)));
       const __m512i lower =
           _mm512_permutexvar_epi8(order, _mm512_packus_epi16(lower_of(a), lower_of(b)));
-      highs = _mm512_dpbusd_epi32(highs, one, upper);
-      lows = _mm512_dpbusd_epi32(lows, one, lower);
+      lows = _mm512_dpbusd_epi32(lows, _mm512_set1_epi8(1), lower);
       _mm512_i32scatter_epi32(to.steps[s].upper[0] + 4 * row, places, upper, 4);
       _mm512_i32scatter_epi32(to.steps[s].lower[0] + 4 * row, places, lower, 4);
     }
     // One value that is not finite makes every result NaN.
     const float scale = finite ? 1.0f / factor : magnitude - magnitude;
     to.scales[row] = scale;
-    const int low = _mm512_reduce_add_epi32(lows);
-    to.totals[row] = static_cast<float>(256 * _mm512_reduce_add_epi32(highs) + low) * scale;
-    to.lows[row] = static_cast<float>(low) * scale;
+    to.lows[row] = static_cast<float>(_mm512_reduce_add_epi32(lows)) * scale;
   }
 
   // Steps of one output tile: [column][64 inputs].
@@ -262,7 +259,7 @@ struct Amx {
   // sums[column][row] += scale * (256 * high + middle), for one column of two output tiles.
   static void add(const Found& found, int column, __m512 scales) {
     const auto at = [&](const int32_t (&part)[2][16][16]) {
-      return _mm512_cvtepi32_ps(_mm512_load_si512(part[0][column]));
+      return _mm512_cvtepi32_ps(_mm512_load_si512(part[column / 16][column % 16]));
     };
     const __m512 sum = _mm512_fmadd_ps(at(found.high), _mm512_set1_ps(256), at(found.middle));
     float* const to = found.sums + column * 16;
@@ -355,12 +352,8 @@ struct Amx {
       for (int64_t tile = 0; tile < count; ++tile) {
         __m512 offsets = _mm512_setzero_ps();
         for (int64_t panel = 0; panel < panels_of(w); ++panel) {
-          const RowTile& of = inputs[panel * count + tile];
-          const auto add = [&](const float* values, float factor) {
-            offsets = _mm512_fmadd_ps(_mm512_load_ps(values), _mm512_set1_ps(factor), offsets);
-          };
-          add(of.totals, Codebook::kOffset);
-          add(of.lows, Codebook::kLow);
+          const __m512 lows = _mm512_load_ps(inputs[panel * count + tile].lows);
+          offsets = _mm512_fmadd_ps(lows, _mm512_set1_ps(Codebook::kLow), offsets);
         }
         alignas(64) float part[16 * kSlabColumns];
         for (int t = 0; t < tiles; ++t) {
