@@ -9,8 +9,6 @@ namespace trellis {
 namespace {
 
 struct Bytes : Vbmi {
-  using Hashes = Avx512::Hashes;
-
   // Both bytes of a word of `x` are the activation.
   static void dot(Lanes& lanes, const Hashes& weights, Words x) {
     lanes = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(lanes, weights.low, x), weights.high, x);

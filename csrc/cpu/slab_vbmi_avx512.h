@@ -1,6 +1,8 @@
 // The states of a strip and the dot product, on processors with VBMI and VNNI.
 #pragma once
 
+#include <type_traits>
+
 #include "slab_avx512.h"
 
 namespace trellis {
