@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cpu/codebook.h"
 #include "cpu/numeric.h"
 
 namespace trellis {
@@ -34,6 +35,17 @@ TRELLIS_ANYWHERE auto with_rate(int tile_words, F f) {
     default:
       return f(std::integral_constant<int, 128>{});
   }
+}
+
+// f(std::integral_constant<int, codebook>{}) for 3inst, mcg or mul1. Half rates exist for mul1 only, which the
+// bindings check, and nothing is instantiated for the others.
+template <int kTileWords, typename F>
+TRELLIS_ANYWHERE auto with_codebook(int codebook, F f) {
+  if constexpr (kTileWords % 16 == 0) {
+    if (codebook == kInst3) return f(std::integral_constant<int, kInst3>{});
+    if (codebook == kMcg) return f(std::integral_constant<int, kMcg>{});
+  }
+  return f(std::integral_constant<int, kMul1>{});
 }
 
 }  // namespace trellis

@@ -38,9 +38,28 @@ __device__ __forceinline__ uint32_t hold(uint32_t value) {
   return held;
 }
 
+__device__ __forceinline__ uint64_t hold(uint64_t value) {
+  uint64_t held;
+  asm volatile("mov.b64 %0, %1;" : "=l"(held) : "l"(value));
+  return held;
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
+
+// From memory that the compiler cannot tell to be global; in order with other volatile accesses.
+__device__ __forceinline__ float2 load_global_pair(const float* p) {
+  float2 value;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(p));
   return value;
 }
 
@@ -106,18 +125,19 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
 }
 
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
+  copy_async_16(shared_address(to), from);
 }
 
-// Look at the machine code where this is used: in a kernel whose stages lie at a constant address ptxas 13.0
+// Look at the machine code where these are used: in a kernel whose stages lie at a constant address ptxas 13.0
 // gave the copies registers that nobody had written, and the GPU called them illegal instructions.
-__device__ __forceinline__ void copy_async_16(void* to, const void* from, uint64_t policy) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-      "l"(from), "l"(policy)
-      : "memory");
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() {

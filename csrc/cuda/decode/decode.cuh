@@ -20,8 +20,17 @@
 #include <cstdint>
 
 #include "../../cpu/codebook.h"
+#include "../common/ptx.cuh"
 
 namespace trellis::cuda {
+
+// The multiplier as a constant: in a register it would be one operand more than the register file delivers
+// on time (5 to 10 % of a kernel that decodes). An instruction takes one such constant, so the addend is held.
+template <int kCodebook>
+__device__ __forceinline__ Hash hash_for() {
+  constexpr Hash kHash = hash_of(kCodebook);
+  return {kHash.multiplier, kHash.addend == 0 ? 0 : hold(kHash.addend)};
+}
 
 // 2^i, as a kernel argument: a value the compiler does not know, so that it cannot turn the multiply
 // back into a shift.

@@ -17,13 +17,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Weights that a lane turns into operands in one turn of the loop: four k tiles, of four tiles each
-# in the small kernels and of one in the wide ones.
+# Weights that a lane turns into operands in one turn of the loop: sixteen tiles in the small
+# kernels, four in the wide ones.
 SMALL_WEIGHTS, WIDE_WEIGHTS = 4 * 4 * 8, 4 * 8
-OPERANDS = ("halves", "bytes", "bytes, two passes", "packed halves", "packed mul1")
+OPERANDS = ("halves", "bytes", "bytes, two passes", "packed", "packed")
+CODEBOOKS = ("3inst", "mcg", "mul1")
 # The integer pipe (shift, logic, compare, permute), and the one of multiply-add.
 ALU = ("SHF", "LOP3", "PRMT", "LEA", "ISETP", "IADD3", "VIADD", "SEL", "PLOP3", "VIMNMX")
 FMA = ("IMAD", "IDP", "FFMA", "FMUL", "FADD", "HFMA2", "HADD2")
+
+
+Key = tuple[float, str, str, int]  # bits, codebook, operand, rows
 
 
 def main() -> int:
@@ -46,22 +50,22 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def counts(file: Path) -> dict[tuple[float, str, int], dict[str, float]]:
-    """(bits, operand, rows) -> instructions per weight by name."""
+def counts(file: Path) -> dict[Key, dict[str, float]]:
+    """Instructions per weight by name."""
     command = ["cuobjdump", "--dump-sass", str(file)]
     text = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ
     ).stdout
     result = {}
     for function in text.split("Function : ")[1:]:
-        small = re.match(r"\S*small_kernelILi(\d+)ELNS0_7OperandE(\d)ELi(\d)E", function)
-        wide = re.match(r"\S*wide_kernelILi(\d+)ELb(\d)ELi(\d+)E", function)
+        small = re.match(r"\S*small_kernelILi(\d+)ELi(\d)ELNS0_7OperandE(\d)ELi(\d)E", function)
+        wide = re.match(r"\S*wide_kernelILi(\d+)ELi(\d)ELi(\d+)E", function)
         if small is not None:
-            key = (int(small[1]) / 16, OPERANDS[int(small[2])], 8 * int(small[3]))
+            bits, codebook = int(small[1]) / 16, int(small[2])
+            key = (bits, CODEBOOKS[codebook], OPERANDS[int(small[3])], 8 * int(small[4]))
             weights = SMALL_WEIGHTS
         elif wide is not None:
-            operand = "wide mul1" if wide[2] == "1" else "wide halves"
-            key = (int(wide[1]) / 16, operand, int(wide[3]))
+            key = (int(wide[1]) / 16, CODEBOOKS[int(wide[2])], "wide", int(wide[3]))
             weights = WIDE_WEIGHTS
         else:
             continue
@@ -85,25 +89,27 @@ def main_loop(function: str) -> list[str]:
     return best
 
 
-def table(rows: dict[tuple[float, str, int], dict[str, float]]) -> list[str]:
+def table(rows: dict[Key, dict[str, float]]) -> list[str]:
     lines = [
-        "| bits | operand | rows | all | integer pipe | multiply pipe |",
-        "|---|---|---|---|---|---|",
+        "| bits | codebook | operand | rows | all | integer pipe | multiply pipe |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for (bits, operand, m), count in sorted(rows.items()):
+    for (bits, codebook, operand, m), count in sorted(rows.items()):
         total, alu, fma = (
             sum(count.get(name, 0.0) for name in names) for names in (count, ALU, FMA)
         )
-        lines.append(f"| {bits:g} | {operand} | {m} | {total:.2f} | {alu:.2f} | {fma:.2f} |")
+        lines.append(
+            f"| {bits:g} | {codebook} | {operand} | {m} | {total:.2f} | {alu:.2f} | {fma:.2f} |"
+        )
     return lines
 
 
 def more_than(line: str, text: str) -> bool:
     """Whether a row's total exceeds that of the same kernel in the table, by more than rounding."""
-    start, total = "|".join(line.split("|")[:4]) + "|", float(line.split("|")[4])
+    start, total = "|".join(line.split("|")[:5]) + "|", float(line.split("|")[5])
     for known in text.splitlines():
         if known.startswith(start):
-            return total > float(known.split("|")[4]) + 0.02
+            return total > float(known.split("|")[5]) + 0.02
     return True
 
 

@@ -167,19 +167,33 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     to.arrived[i] = 0;
+  // Blocks at a time: where rows are many, so that their latencies overlap; else the fewer instructions the
+  // better.
+  constexpr int kTogether = kLayout == Layout::Swizzled ? 4 : 1;
+  const int step = shares * kRotateWarps;
 #pragma unroll 1
-  for (int block = share * kRotateWarps + warp; block < blocks; block += shares * kRotateWarps) {
-    float v[4] = {};
-    if (real) input.load(block * 128 + lane * 4, power_of_two(-exponent), v);
-    if (input.scaled()) {
-      warp_hadamard(v, lane);
+  for (int first = share * kRotateWarps + warp; first < blocks; first += kTogether * step) {
+    float v[kTogether][4] = {};
 #pragma unroll
-      for (float& value : v) value *= kHadamardScale;
+    for (int i = 0; i < kTogether; ++i)
+      if (real) input.load((first + i * step) * 128 + lane * 4, power_of_two(-exponent), v[i]);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (input.scaled()) {
+        warp_hadamard(v[i], lane);
+#pragma unroll
+        for (float& value : v[i]) value *= kHadamardScale;
+      }
     }
-    if constexpr (kLayout == Layout::Integers)
-      write_integers(to, two_passes, static_cast<int>(row), real, block, v);
-    else
-      write_halves(to, kLayout == Layout::Swizzled, row, block, v);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int block = first + i * step;
+      if (block >= blocks) break;
+      if constexpr (kLayout == Layout::Integers)
+        write_integers(to, two_passes, static_cast<int>(row), real, block, v[i]);
+      else
+        write_halves(to, kLayout == Layout::Swizzled, row, block, v[i]);
+    }
   }
 }
 

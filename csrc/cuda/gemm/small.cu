@@ -32,21 +32,23 @@ SmallScratch take_scratch(const Gemm& g, int64_t share, Arena& arena) {
 
 }  // namespace
 
-// A multiprocessor works at the same pace on one block as on four, so what counts is how much one of them
-// gets at most: rounds * share groups, and what it costs to end a column block, as often as the worst
-// block has to.
+// What counts is how much one multiprocessor gets at most: rounds * share groups, and what it costs to begin
+// and to end a column block, as often as the worst block has to: about as long as 36 k tiles take. One block
+// alone, with two warps a scheduler, is slower by an eighth.
 int64_t small_share(const Gemm& g, int sm_count) {
   const int64_t groups = small_groups(g) / small_column_blocks(g);
   const int64_t total = small_groups(g);
-  const int64_t end_cost = 4 + 2 * (small_row_groups(g) - 1);  // in groups
-  const int64_t most = std::max<int64_t>(kDepthWarps, total / sm_count);
-  int64_t best = kDepthWarps, best_cost = INT64_MAX;
+  const SmallCut cut = small_cut(g);
+  const int64_t warps = cut.depth();
+  const int64_t end_cost = (36 + 8 * (small_row_groups(g) - 1)) / cut.group;  // in groups
+  const int64_t most = std::max<int64_t>(warps, total * 3 / 2 / sm_count);
+  int64_t best = warps, best_cost = INT64_MAX;
   // Whole groups for each warp; the longest first, since of two that cost the same it leaves fewer parts.
-  for (int64_t share = most / kDepthWarps * kDepthWarps; share * 10 >= most; share -= kDepthWarps) {
+  for (int64_t share = most / warps * warps; share * 10 >= most; share -= warps) {
     const int64_t rounds = (small_stretches(g, share) + sm_count - 1) / sm_count;
     const bool aligned = groups % share == 0 || share % groups == 0;
     const int64_t ends = aligned ? std::max<int64_t>(1, share / groups) : 2 + (share - 1) / groups;
-    const int64_t cost = rounds * (share + ends * end_cost);
+    const int64_t cost = rounds * (share * (rounds == 1 ? 9 : 8) + ends * end_cost * 8);
     if (cost < best_cost) best = share, best_cost = cost;
   }
   return best;

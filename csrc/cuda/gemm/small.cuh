@@ -29,14 +29,24 @@
 namespace trellis::cuda {
 
 constexpr int kSmallWarps = 8;
-constexpr int kSmallTiles = 8;  // output tiles of a block: 128 features, one Hadamard block
-constexpr int kSmallGroup = 4;  // k tiles that a warp fetches and multiplies at a time
-// Groups in flight: two where they are large, so that as many blocks fit a multiprocessor.
-constexpr int small_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
-constexpr int kWarpTiles = 4;  // of those eight tiles a warp takes half, to need few registers
-constexpr int kColumnWarps = kSmallTiles / kWarpTiles;
-constexpr int kDepthWarps = kSmallWarps / kColumnWarps;
+constexpr int kSmallBlocks = 2;  // that a multiprocessor has registers for
+constexpr int kSmallTiles = 8;   // output tiles of a block: 128 features, one Hadamard block
 constexpr int kSmallSums = kSmallTiles * 128;  // floats of a column block's sums
+
+// How a block's warps share its tiles.
+struct SmallCut {
+  // Output tiles of a warp: all eight, so that what each k tile costs is shared by many, or half of them
+  // where there are no registers for so many sums.
+  int tiles;
+  int group;   // k tiles that a warp fetches and multiplies at a time
+  int stages;  // groups in flight; two where they are large, so that two blocks fit a multiprocessor
+  __host__ __device__ constexpr int depth() const { return kSmallWarps * tiles / kSmallTiles; }
+};
+__host__ __device__ constexpr SmallCut small_cut(int tile_words, Operand operand, int row_groups) {
+  const int stages = tile_words <= 64 ? 3 : 2;
+  return row_groups == 4 || operand == Operand::kBytesTwoPasses ? SmallCut{4, 4, stages}
+                                                                : SmallCut{8, 2, stages};
+}
 
 // What the first launch leaves for the second, and where the blocks meet.
 struct SmallScratch {
@@ -52,23 +62,18 @@ inline Operand small_operand(const Gemm& g) {
 }
 // Eights of rows that a kernel is instantiated for.
 inline int small_row_groups(const Gemm& g) { return g.m <= 8 ? 1 : g.m <= 16 ? 2 : 4; }
+inline SmallCut small_cut(const Gemm& g) {
+  return small_cut(g.tile_words, small_operand(g), small_row_groups(g));
+}
 inline int64_t small_column_blocks(const Gemm& g) {
   return (g.out_tiles + kSmallTiles - 1) / kSmallTiles;
 }
 inline int64_t small_groups(const Gemm& g) {
-  return (g.in_tiles + kSmallGroup - 1) / kSmallGroup * small_column_blocks(g);
+  const int group = small_cut(g).group;
+  return (g.in_tiles + group - 1) / group * small_column_blocks(g);
 }
 inline int64_t small_stretches(const Gemm& g, int64_t share) {
   return (small_groups(g) + share - 1) / share;
-}
-
-// Blocks that a multiprocessor has registers for.
-__host__ __device__ constexpr int small_resident(Operand operand, int row_groups) {
-  return row_groups == 4                       ? 2
-         : row_groups == 2                     ? 3
-         : operand == Operand::kBytesTwoPasses ? 2
-         : operand == Operand::kBytes          ? 3
-                                               : 4;
 }
 
 // kRowGroups: eights of rows.
@@ -79,19 +84,18 @@ struct SmallShape {
   // What a lane holds of x for one k tile, and the 32-bit words of a k tile's fragments.
   static constexpr int kLaneWords = kInteger ? kPasses : 2 * kRowGroups;
   static constexpr int kTileStride = 32 * kLaneWords;
-  // k tiles whose x is loaded at a time: as many as registers allow.
-  static constexpr int kAhead = kRowGroups == 1 ? kSmallGroup : 1;
 };
 
-template <int kTileWords>
+template <int kTileWords, Operand kOperand, int kRowGroups>
 struct SmallLayout {  // of shared memory, in 32-bit words
+  static constexpr SmallCut kCut = small_cut(kTileWords, kOperand, kRowGroups);
   static constexpr int kTile = kTileWords / 2;
-  static constexpr int kKTile = kWarpTiles * kTile;  // what a warp takes of a k tile
-  static constexpr int kStage = kSmallGroup * kKTile;
-  static constexpr int kStages = small_stages(kTileWords);
-  static constexpr int kRing = kStages * kStage;
+  static constexpr int kKTile = kCut.tiles * kTile;  // what a warp takes of a k tile
+  static constexpr int kStage = kCut.group * kKTile;
+  static constexpr int kRing = kCut.stages * kStage;
   static constexpr int kRings = kSmallWarps * kRing;
-  static constexpr int kSums = kDepthWarps * kSmallSums;  // in the rings' place, once they are done
+  static constexpr int kSums =
+      kCut.depth() * kSmallSums;  // in the rings' place, once they are done
   static constexpr int kBlockSums = kRings > kSums ? kRings : kSums;
   static constexpr int kFlag = kBlockSums + kSmallSums;
   static constexpr int kBytes = (kFlag + 2) * 4;
@@ -126,33 +130,45 @@ __device__ __forceinline__ void finish_column_block(const Gemm& g, const float* 
 }
 
 // `share`: groups of k tiles in a block's stretch.
-template <int kTileWords, Operand kOperand, int kRowGroups>
-__global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRowGroups))
+template <int kTileWords, int kCodebook, Operand kOperand, int kRowGroups>
+__global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
     small_kernel(const Gemm g, const SmallScratch scratch, const int share,
                  const PowersOfTwo powers) {
   using Shape = SmallShape<kOperand, kRowGroups>;
-  using Layout = SmallLayout<kTileWords>;
+  using Layout = SmallLayout<kTileWords, kOperand, kRowGroups>;
   constexpr int kPasses = Shape::kPasses;
-  constexpr int kStages = Layout::kStages;
+  constexpr int kTiles = Layout::kCut.tiles;
+  constexpr int kGroup = Layout::kCut.group;
+  constexpr int kStages = Layout::kCut.stages;
+  constexpr int kDepthWarps = Layout::kCut.depth();
+  constexpr int kColumnWarps = kSmallWarps / kDepthWarps;
+  constexpr int kBlockGroups = 8 / kGroup;  // groups of 128 inputs
+  // At 4 bits a lane's last word is that of the lane's number, and so one load brings it for four tiles.
+  constexpr bool kFourAtATime = kTileWords == 64;
+  // k tiles whose x is loaded at a time: as many as registers allow.
+  constexpr int kAhead = kRowGroups == 1 ? kGroup : 1;
 
   extern __shared__ __align__(128) uint32_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t* const ring = shared + warp * Layout::kRing;
+  const uint32_t ring = hold(shared_address(shared + warp * Layout::kRing));
+  constexpr uint32_t kRingBytes = Layout::kRing * 4, kStageBytes = Layout::kStage * 4;
   float* const block_sums = reinterpret_cast<float*>(shared + Layout::kBlockSums);
   const int depth = warp / kColumnWarps;                       // which share of the inputs
-  const int column = warp % kColumnWarps * kWarpTiles;         // first tile of its columns
+  const int column = warp % kColumnWarps * kTiles;             // first tile of its columns
   float4* const all_sums = reinterpret_cast<float4*>(shared);  // [depth][kSmallSums / 4]
   // 32-bit on purpose: divisions of 64-bit numbers would take longer than a small layer's product.
-  const int groups = static_cast<int>((g.in_tiles + kSmallGroup - 1) / kSmallGroup);
+  const int groups = static_cast<int>((g.in_tiles + kGroup - 1) / kGroup);
   const int column_blocks = static_cast<int>((g.out_tiles + kSmallTiles - 1) / kSmallTiles);
   const int begin = static_cast<int>(blockIdx.x) * share;
   const int stop = min(begin + share, groups * column_blocks);
-  const int64_t row_stride = g.out_tiles * Layout::kTile;
+  const uint64_t row_stride = hold(static_cast<uint64_t>(g.out_tiles) * (Layout::kTile * 4));
+  const uint32_t lane_bytes = hold(lane * 16u);
   const uint64_t policy = evict_first();
-  const Hash hash = hash_of(g.codebook);
-  const Window<kTileWords> window(lane);
+  const Hash hash = hash_for<kCodebook>();
+  Window<kTileWords> window(lane);
+  for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
   const int pair_row = lane % 4 * 2;  // this lane's columns of the MMA result
-  int stage = 0;
+  uint32_t stage = ring;
   bool waited = false;
 
   for (int at = begin; at < stop;) {
@@ -162,33 +178,46 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
     const int first = low + length * depth / kDepthWarps;
     const int last = low + length * (depth + 1) / kDepthWarps;
     const int64_t first_tile = static_cast<int64_t>(column_block) * kSmallTiles + column;
-    const int tiles = static_cast<int>(max(
-        static_cast<int64_t>(0), min(static_cast<int64_t>(kWarpTiles), g.out_tiles - first_tile)));
+    const int tiles = static_cast<int>(
+        max(static_cast<int64_t>(0), min(static_cast<int64_t>(kTiles), g.out_tiles - first_tile)));
     const int row_bytes = tiles * kTileWords * 2;
     const int end = tiles > 0 ? last : first;
-    const uint32_t* source =
-        g.trellis + lane * 4 +
-        (static_cast<int64_t>(first) * kSmallGroup * g.out_tiles + first_tile) * Layout::kTile;
+    const char* source =
+        reinterpret_cast<const char*>(g.trellis) + lane_bytes +
+        (static_cast<int64_t>(first) * kGroup * g.out_tiles + first_tile) * (Layout::kTile * 4);
     // k tiles still to be fetched; the last group of all may be a short one.
-    int rows_left = static_cast<int>(min(g.in_tiles, static_cast<int64_t>(end) * kSmallGroup) -
-                                     static_cast<int64_t>(first) * kSmallGroup);
-    // 16 bytes a lane and step; at up to four bits one step brings a k tile.
-    const auto fetch = [&](int to_stage) {
-      uint32_t* const to = ring + to_stage * Layout::kStage + lane * 4;
+    int rows_left = static_cast<int>(min(g.in_tiles, static_cast<int64_t>(end) * kGroup) -
+                                     static_cast<int64_t>(first) * kGroup);
+    // 16 bytes a lane and step.
+    const auto fetch = [&](uint32_t to) {
+      to += lane_bytes;
+      const auto fetch_rows = [&](auto here) {
+        const char* from = source;
 #pragma unroll
-      for (int i = 0; i < kSmallGroup; ++i) {
+        for (int i = 0; i < kGroup; ++i, from += row_stride) {
 #pragma unroll
-        for (int word = 0; word < Layout::kKTile; word += 128) {
-          if (i < rows_left && (lane * 4 + word) * 4 < row_bytes)
-            copy_async_16(to + i * Layout::kKTile + word, source + i * row_stride + word, policy);
+          for (int byte = 0; byte < Layout::kKTile * 4; byte += 512) {
+            if (here(i, byte))
+              copy_async_16(to + i * Layout::kKTile * 4 + byte, from + byte, policy);
+          }
         }
-      }
+      };
+      // The usual case by itself, free of conditions.
+      if (Layout::kKTile % 128 == 0 && tiles == kTiles && rows_left >= kGroup)
+        fetch_rows([](int, int) { return true; });
+      else
+        fetch_rows([&](int i, int byte) {
+          return i < rows_left && static_cast<int>(lane_bytes) + byte < row_bytes;
+        });
       copy_commit();
-      source += kSmallGroup * row_stride;
-      rows_left -= kSmallGroup;
+      source += kGroup * row_stride;
+      rows_left -= kGroup;
     };
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) fetch((stage + i) % kStages);
+    for (int i = 0; i < kStages; ++i) {
+      fetch(stage);
+      stage = stage == ring + kRingBytes - kStageBytes ? ring : stage + kStageBytes;
+    }
 
     // Whoever finishes the column block needs these at once.
     if (warp == 0 && lane < 2 && g.svh != nullptr)
@@ -200,36 +229,36 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
     waited = true;
 
     const uint32_t* x_source = scratch.rotated.x +
-                               static_cast<int64_t>(first) * kSmallGroup * Shape::kTileStride +
+                               static_cast<int64_t>(first) * kGroup * Shape::kTileStride +
                                lane * (Shape::kInteger ? 1 : 2);
-    uint32_t next[Shape::kAhead][Shape::kLaneWords] = {};
-    const auto load_x = [&](bool real) {
+    uint32_t next[kAhead][Shape::kLaneWords] = {};
+    const auto load_x = [&] {  // the last time from beyond the last group: room is there
 #pragma unroll
-      for (int i = 0; i < Shape::kAhead; ++i) {
+      for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int w = 0; w < Shape::kLaneWords; w += Shape::kInteger ? 1 : 2) {
           const uint32_t* const from = x_source + i * Shape::kTileStride + w * 32;
           if constexpr (Shape::kInteger) {
-            next[i][w] = real ? *from : 0u;
+            next[i][w] = *from;
           } else {
-            const uint2 pair = real ? *reinterpret_cast<const uint2*>(from) : uint2{};
+            const uint2 pair = *reinterpret_cast<const uint2*>(from);
             next[i][w] = pair.x, next[i][w + 1] = pair.y;
           }
         }
       }
-      x_source += Shape::kAhead * Shape::kTileStride;
+      x_source += kAhead * Shape::kTileStride;
     };
-    load_x(first < end);
+    load_x();
 
-    float sums[kRowGroups][kWarpTiles][4] = {};
-    int whole[kPasses][kWarpTiles][4] = {};  // mul1: sums of the current 128-block
-    float correction = 0.0f;                 // mul1: of row `lane`, lanes 0..7
+    float sums[kRowGroups][kTiles][4] = {};
+    int whole[kPasses][kTiles][4] = {};  // mul1: sums of the current 128-block
+    float correction = 0.0f;             // mul1: of row `lane`, lanes 0..7
     float scale[2] = {};
 
     for (int group = first; group < end; ++group) {
       if constexpr (Shape::kInteger) {
-        if (group == first || group % 2 == 0) {  // a block of 128 inputs begins
-          const int64_t block = static_cast<int64_t>(group / 2) * kSmallRows;
+        if (group == first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
+          const int64_t block = static_cast<int64_t>(group / kBlockGroups) * kSmallRows;
           // With bytes in columns, 0..3 hold the rows' high bytes and 4..7 their low bytes.
           const bool in_columns = kOperand == Operand::kBytes;
           const float weight = in_columns && pair_row < 4 ? 256.0f * kMul1Scale : kMul1Scale;
@@ -237,18 +266,17 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
           scale[0] = weight * scratch.rotated.scales[block + row];
           scale[1] = weight * scratch.rotated.scales[block + row + 1];
           // Whoever has a block's first group adds its correction.
-          if (group % 2 == 0 && lane < kSmallRows)
+          if (group % kBlockGroups == 0 && lane < kSmallRows)
             correction += scratch.rotated.corrections[block + lane];
         }
       }
       copy_wait<kStages - 1>();
       __syncwarp();
-      const uint32_t* const packed = ring + stage * Layout::kStage;
 #pragma unroll
-      for (int i = 0; i < kSmallGroup; ++i) {
+      for (int i = 0; i < kGroup; ++i) {
         // A fragment's two registers for each eight rows, or four where K elements repeat.
         uint32_t x[kRowGroups * kPasses][4];
-        const uint32_t (&now)[Shape::kLaneWords] = next[i % Shape::kAhead];
+        const uint32_t (&now)[Shape::kLaneWords] = next[i % kAhead];
         if constexpr (is_packed(kOperand)) {
 #pragma unroll
           for (int r = 0; r < kRowGroups; ++r) x[r][0] = now[2 * r], x[r][1] = now[2 * r + 1];
@@ -269,12 +297,18 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
             x[r][3] = __byte_perm(now[2 * r + 1], 0, 0x3232);
           }
         }
-        if (i % Shape::kAhead == Shape::kAhead - 1) load_x(group + 1 < end || i + 1 < kSmallGroup);
+        if (i % kAhead == kAhead - 1) load_x();
+        uint32_t own[4] = {};
 #pragma unroll
-        for (int j = 0; j < kWarpTiles; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
           uint32_t v[3], p[8];
-          const uint32_t* const tile = packed + i * Layout::kKTile + j * Layout::kTile;
-          load_stretch<kTileWords>([=](int word) { return tile[word]; }, window, v);
+          const uint32_t tile = stage + (i * Layout::kKTile + j * Layout::kTile) * 4;
+          if constexpr (kFourAtATime) {
+            if (j % 4 == 0) load_matrices(own, tile + lane_bytes);
+            v[0] = own[j % 4], v[1] = load_shared(tile + window.index[1]);
+          } else {
+            load_stretch<kTileWords>([=](int byte) { return load_shared(tile + byte); }, window, v);
+          }
           products<kTileWords, kOperand != Operand::kPackedMul1>(v, hash, powers, p);
           if constexpr (Shape::kInteger) {
 #pragma unroll
@@ -301,12 +335,12 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
       }
       __syncwarp();  // everybody has read the stage before it is filled again
       fetch(stage);
-      if (++stage == kStages) stage = 0;
+      stage = stage == ring + kRingBytes - kStageBytes ? ring : stage + kStageBytes;
 
       if constexpr (Shape::kInteger) {
-        if (group % 2 == 1 || group + 1 == end) {
+        if (group % kBlockGroups == kBlockGroups - 1 || group + 1 == end) {
 #pragma unroll
-          for (int j = 0; j < kWarpTiles; ++j) {
+          for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               // Each sum stays within 2^24 over one block, so no conversion rounds.
@@ -336,7 +370,7 @@ __global__ void __launch_bounds__(kSmallWarps * 32, small_resident(kOperand, kRo
     for (int r = 0; r < kRowGroups; ++r) {
       __syncthreads();  // the rings, or the sums of the rows before, are done with
 #pragma unroll
-      for (int j = 0; j < kWarpTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
         const float (&sum)[4] = sums[r][j];
         all_sums[depth * (kSmallSums / 4) + (column + j) * 32 + lane] =
             float4{sum[0] + added[0], sum[1] + added[1], sum[2] + added[0], sum[3] + added[1]};

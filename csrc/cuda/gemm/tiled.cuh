@@ -31,10 +31,10 @@ struct TiledShape {
   static constexpr int kBytes = kStages * kStage + (kOutApart ? kOut : 0) + 16;
 };
 
-template <int kTileWords, bool kMul1>
+template <int kTileWords, int kCodebook>
 __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
     tiled_kernel(const Gemm g, const TileScratch scratch, const TileSchedule schedule,
-                 const Hash hash, const PowersOfTwo powers) {
+                 const PowersOfTwo powers) {
   using Shape = TiledShape<kTileWords>;
   constexpr int kStages = Shape::kStages;
   extern __shared__ __align__(1024) char stages[];
@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_block = warp / 8;
   const Window<kTileWords> window(lane);
+  const Hash hash = hash_for<kCodebook>();
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
   const int64_t x_stride = static_cast<int64_t>(scratch.rotated.row_groups) * 1024;
   // This lane's address of the four matrices that it loads at a time: row group, half of a k tile.
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
         uint32_t v[3], p[8], a[4];
         const uint32_t tile = packed + i * Shape::kKTile;
         load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window, v);
-        products<kTileWords, !kMul1>(v, hash, powers, p);
-        packed_values<kMul1>(p, a);
+        products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
+        packed_values<kCodebook == kMul1>(p, a);
         // 16-byte piece p of row r of an atom lies at piece p ^ r.
         const uint32_t from = x + matrix / 2 * 1024 + row * 128 + ((i * 2 + matrix % 2) ^ row) * 16;
 #pragma unroll

@@ -149,18 +149,18 @@ __device__ __forceinline__ void wide_gather(const Gemm& g, const TileScratch& sc
 }
 
 // One of the warps that decode and multiply.
-template <int kTileWords, bool kMul1, int kRows>
+template <int kTileWords, int kCodebook, int kRows>
 __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
-                              const TileSchedule& schedule, const Hash& hash,
-                              const PowersOfTwo& powers, int worker, int slice, int rank,
-                              char* x_stages, const char* packed_stages, float* out, int* flags,
-                              uint64_t* full, uint64_t* empty) {
+                              const TileSchedule& schedule, const PowersOfTwo& powers, int worker,
+                              int slice, int rank, char* x_stages, const char* packed_stages,
+                              float* out, int* flags, uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
   const int warp = threadIdx.x / 32, lane = hold(threadIdx.x % 32);
   const int in_block = warp / 8;  // which of the block's column blocks, and of the tile's
   const int in_tile = rank * Shape::kColumnBlocks + in_block;
 
   const Window<kTileWords> window(lane);
+  const Hash hash = hash_for<kCodebook>();
   const auto release = [&](int stage) {
     __syncwarp();
     if constexpr (Shape::kCluster == 1) {
@@ -194,8 +194,8 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
           const uint32_t tile = packed + (first + i) * Shape::kKTile;
           load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window,
                                    v);
-          products<kTileWords, !kMul1>(v, hash, powers, p);
-          packed_values<kMul1>(p, fragments[i]);
+          products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
+          packed_values<kCodebook == kMul1>(p, fragments[i]);
         }
         wgmma_fence();
 #pragma unroll
@@ -231,10 +231,10 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
 
 #endif  // TRELLIS_SM90A
 
-template <int kTileWords, bool kMul1, int kRows>
+template <int kTileWords, int kCodebook, int kRows>
 __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
     wide_kernel(const Gemm g, const TileScratch scratch, const TileSchedule schedule,
-                const Hash hash, const PowersOfTwo powers) {
+                const PowersOfTwo powers) {
 #ifdef TRELLIS_SM90A
   using Shape = WideShape<kTileWords, kRows>;
   extern __shared__ __align__(1024) char x_stages[];  // as swizzled atoms want it
@@ -266,8 +266,8 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
                                     packed_stages, full, empty);
   } else {
     take_registers<Shape::kMathRegisters>();
-    wide_multiply<kTileWords, kMul1, kRows>(g, scratch, schedule, hash, powers, worker, slice, rank,
-                                            x_stages, packed_stages, out, flags, full, empty);
+    wide_multiply<kTileWords, kCodebook, kRows>(g, scratch, schedule, powers, worker, slice, rank,
+                                                x_stages, packed_stages, out, flags, full, empty);
   }
   __syncwarp();
   if constexpr (Shape::kCluster == 1) {

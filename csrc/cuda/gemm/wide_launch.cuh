@@ -6,36 +6,30 @@
 
 namespace trellis::cuda {
 
-template <int kTileWords, bool kMul1, int kRows>
+template <int kTileWords, int kCodebook, int kRows>
 cudaError_t launch_wide_kernel(const Gemm& g, const TileScratch& scratch,
                                const TileSchedule& schedule, cudaStream_t stream) {
   using Shape = WideShape<kTileWords, kRows>;
-  return launch_overlapping(wide_kernel<kTileWords, kMul1, kRows>,
+  return launch_overlapping(wide_kernel<kTileWords, kCodebook, kRows>,
                             static_cast<int64_t>(schedule.workers) * schedule.cluster,
                             Shape::kThreads, Shape::kBytes, schedule.cluster, stream, g, scratch,
-                            schedule, hash_of(g.codebook), powers_of_two());
-}
-
-template <int kTileWords, bool kMul1>
-cudaError_t launch_wide_rows(const Gemm& g, const TileScratch& scratch,
-                             const TileSchedule& schedule, cudaStream_t stream) {
-  switch (schedule.rows) {
-    case 64:
-      return launch_wide_kernel<kTileWords, kMul1, 64>(g, scratch, schedule, stream);
-    case 128:
-      return launch_wide_kernel<kTileWords, kMul1, 128>(g, scratch, schedule, stream);
-    default:
-      return launch_wide_kernel<kTileWords, kMul1, 256>(g, scratch, schedule, stream);
-  }
+                            schedule, powers_of_two());
 }
 
 template <int kTileWords>
 cudaError_t launch_wide_rate(const Gemm& g, const TileScratch& scratch,
                              const TileSchedule& schedule, cudaStream_t stream) {
-  if (g.codebook == 2) return launch_wide_rows<kTileWords, true>(g, scratch, schedule, stream);
-  if constexpr (kTileWords % 16 == 0)  // half rates exist for mul1 only, which the bindings check
-    return launch_wide_rows<kTileWords, false>(g, scratch, schedule, stream);
-  return cudaErrorInvalidValue;
+  return with_codebook<kTileWords>(g.codebook, [&](auto codebook) {
+    constexpr int kCodebook = decltype(codebook)::value;
+    switch (schedule.rows) {
+      case 64:
+        return launch_wide_kernel<kTileWords, kCodebook, 64>(g, scratch, schedule, stream);
+      case 128:
+        return launch_wide_kernel<kTileWords, kCodebook, 128>(g, scratch, schedule, stream);
+      default:
+        return launch_wide_kernel<kTileWords, kCodebook, 256>(g, scratch, schedule, stream);
+    }
+  });
 }
 
 }  // namespace trellis::cuda

@@ -3,12 +3,13 @@
 //
 // A unit is a row block's 128 output features of one slice: its gate and up (or down alone), each cut into
 // segments of K. The segments of all units are laid end to end and dealt to the thread blocks in equal
-// stretches; how many there are is known on the device alone. In a segment the warps share K and the
-// features as in ../gemm/small.cuh, each with a ring of packed tiles of its own; their sums meet in shared
-// memory. A unit that lies in several stretches is finished by whichever block comes last.
+// stretches; how many there are is known on the device alone. In a segment the warps share K, each with a ring
+// of packed tiles and fragments of its own; their sums meet in shared memory. A unit that lies in several
+// stretches is finished by whichever block comes last. Sums are added in an order that depends on K alone,
+// neither on the number of rows nor on who adds them.
 //
-// Weights are the A operand. Rows are FP16 with one scale for each 128 inputs, at whose end sums are folded
-// into float32 ones, so no activation is too large and no block of outliers costs the others anything.
+// Weights are the A operand. Rows are FP16 with one scale for each 128 inputs, so no activation is too large
+// and no block of outliers costs the others anything.
 #pragma once
 
 #include "../../rates.h"
@@ -17,28 +18,39 @@
 
 namespace trellis::cuda {
 
-constexpr int kExpertWarps = 8;
-constexpr int kExpertGroup = 4;      // k tiles fetched and multiplied at a time: half a 128-block
-constexpr int kExpertWarpTiles = 4;  // output tiles of a warp
-constexpr int kExpertColumnWarps = 8 / kExpertWarpTiles;
-constexpr int kExpertDepthWarps = kExpertWarps / kExpertColumnWarps;
-constexpr int kUnitSums = 1024;  // of eight rows
-constexpr int kRingBytes = 64 * 1024;
-constexpr int kRingWords = kRingBytes / 4 / kExpertWarps;  // of a warp
+constexpr int kExpertWarps = 8;                 // which share K; each takes all eight output tiles
+constexpr int kExpertGroup = 2;                 // k tiles fetched and multiplied at a time
+constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
+constexpr int kUnitQuads = kExpertWarps * 32;   // quads of sums of eight rows: one a thread
+// Descriptors that a block keeps, of its first units, so that no segment waits for its own.
+constexpr int kKeptMatrices = 48;
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
 
-// Bytes of shared memory: the rings, sums of gate, of up and of a segment, a flag.
-template <int kRowGroups>
-constexpr int expert_shared_bytes() {
-  return kRingBytes + 3 * kRowGroups * kUnitSums * 4 + 16;
-}
+// kTerms: FP16 numbers whose sum is x.
+template <int kRowGroups, int kTerms>
+struct ExpertShape {
+  static constexpr uint32_t kX = kRowGroups * kTerms * 256;  // bytes of a k tile's fragments
+  // A stage of a warp's ring holds a group's packed words, then its fragments.
+  __host__ __device__ static constexpr uint32_t stage_bytes(int tile_words) {
+    return kExpertGroup * (8 * tile_words * 2 + kX);
+  }
+  static constexpr uint32_t kRing = stage_bytes(64) * 3 > stage_bytes(128) * 2
+                                        ? stage_bytes(64) * 3
+                                        : stage_bytes(128) * 2;
+  // Bytes of shared memory: the rings, the warps' sums of eight rows and half of the features, descriptors,
+  // a flag.
+  static constexpr int kShared =
+      kExpertWarps * (kRing + kUnitQuads / 2 * 16) + kKeptMatrices * 16 + 16;
+  // That a multiprocessor of sm_90 has room for.
+  static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
+};
 
 // What a warp does of a segment.
 struct Stretch {
-  const uint32_t* tiles;  // packed words: the warp's columns at its first k tile
-  const uint32_t* x;      // fragments at its first k tile
-  const float* scales;    // of the segment's first 128-block
-  int row_words;          // from one k tile to the next
+  const char* tiles;    // packed words: the warp's columns at its first k tile
+  const char* x;        // fragments at its first k tile
+  const float* scales;  // of the segment's first 128-block
+  uint32_t row_bytes;   // from one k tile to the next
   int tile_words, codebook;
   int first, last;  // groups, counted from a 128-block's beginning
 };
@@ -53,169 +65,213 @@ __device__ __forceinline__ void add_to(float4& a, float4 b) {
   a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
 }
 
+// Copies a group to `to`: its weights, which no launch in front writes, its x, or both. kUnroll: at most; what
+// runs seldom is better short.
+template <typename Shape, int kUnroll>
+__device__ __forceinline__ void fetch_group(const char* tiles, uint32_t row_bytes, int tile_words,
+                                            const char* x, uint32_t to, uint64_t policy,
+                                            bool weights = true, bool fragments = true) {
+  const uint32_t lane_bytes = threadIdx.x % 32 * 16;
+  const uint32_t k_tile_bytes = 16 * tile_words;
+  const auto fetch_k_tile = [&](uint32_t byte) {
+    if (lane_bytes + byte < k_tile_bytes)
+      copy_async_16(to + lane_bytes + byte, tiles + lane_bytes + byte, policy);
+  };
+#pragma unroll(kUnroll)
+  for (int i = 0; i < kExpertGroup; ++i) {
+#pragma unroll(kUnroll)
+    for (uint32_t byte = 0; weights && byte < k_tile_bytes; byte += 512) fetch_k_tile(byte);
+    to += k_tile_bytes;
+    tiles += row_bytes;
+  }
+#pragma unroll(kUnroll)
+  for (uint32_t byte = 0; fragments && byte < kExpertGroup * Shape::kX; byte += 512)
+    copy_async_16(to + lane_bytes + byte, x + lane_bytes + byte);
+}
+
 // Starts the copies of a stretch's first groups, one for each stage of the ring.
-__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t* ring, uint64_t policy) {
-  const int lane = threadIdx.x % 32;
-  const int k_tile_words = kExpertWarpTiles * s.tile_words / 2;
-  const uint32_t* source = s.tiles + lane * 4;
-  uint32_t* to = ring + lane * 4;
+template <typename Shape>
+__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy,
+                                          bool weights = true, bool fragments = true) {
+  const char *tiles = s.tiles, *x = s.x;
+#pragma unroll 1
   for (int stage = 0; stage < expert_stages(s.tile_words); ++stage) {
-    if (s.first + stage < s.last) {
-#pragma unroll
-      for (int i = 0; i < kExpertGroup; ++i) {
-        for (int word = 0; lane * 4 + word < k_tile_words; word += 128)
-          copy_async_16(to + word, source + word, policy);
-        to += k_tile_words;
-        source += s.row_words;
-      }
-    }
-    copy_commit();
+    if (s.first + stage < s.last)
+      fetch_group<Shape, 1>(tiles, s.row_bytes, s.tile_words, x, ring, policy, weights, fragments);
+    if (fragments) copy_commit();
+    tiles += static_cast<uint64_t>(s.row_bytes) * kExpertGroup;
+    x += kExpertGroup * Shape::kX;
+    ring += Shape::stage_bytes(s.tile_words);
   }
 }
 
-// Adds up a segment, whose first groups are in the ring or on their way, in `segment` [row groups][1024],
-// which the block has when this returns; on the way starts the copies of the stretch that comes next. A
-// function rather than inlined, since a kernel has one for each rate and codebook. kTerms: FP16 numbers
-// whose sum is x.
-template <int kTileWords, bool kMul1, bool kPacked, int kTerms, int kRowGroups>
-__device__ __noinline__ void multiply_stretch(const Stretch s, const Stretch after,
-                                              const PowersOfTwo& powers, uint32_t* ring,
-                                              uint64_t policy, float4* segment) {
-  constexpr int kTile = kTileWords / 2;
-  constexpr int kKTile = kExpertWarpTiles * kTile;
-  constexpr int kStage = kExpertGroup * kKTile;
+template <int kRowGroups>
+struct Summed {
+  float4 quads[kRowGroups];  // this thread's
+  uint32_t stage;            // where in the ring the next stretch begins
+};
+
+// Adds up a segment, whose first groups are in the ring or on their way from `stage` on. Its last groups make
+// room for those of the stretch that comes next, so that the memory does not rest. A function rather than
+// inlined, since a kernel has one for each rate and codebook.
+//
+// Sums are in units of the largest scale so far of their row: those of a 128-block with a smaller one get
+// smaller fragments, and sums shrink where a larger one comes. Powers of two, so nothing is rounded that
+// would count beside the larger block.
+template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
+__device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, const Stretch after,
+                                                            const PowersOfTwo& powers,
+                                                            uint32_t ring, uint32_t stage,
+                                                            uint64_t policy, float4* parts) {
+  using Shape = ExpertShape<kRowGroups, kTerms>;
+  constexpr uint32_t kTileBytes = kTileWords * 2, kKTileBytes = 8 * kTileBytes;
+  constexpr uint32_t kPackedBytes = kExpertGroup * kKTileBytes, kX = Shape::kX;
+  constexpr uint32_t kStageBytes = Shape::stage_bytes(kTileWords);
   constexpr int kStages = expert_stages(kTileWords);
-  static_assert(kStages * kStage <= kRingWords, "the ring fits");
   constexpr int kRows = kRowGroups * 8;
   constexpr int kLoads = kTerms * kRowGroups;
-  // k tiles whose x is loaded at a time.
-  constexpr int kAhead = kLoads == 1 ? kExpertGroup : 1;
+  // As in ../gemm/small.cuh.
+  constexpr bool kFourAtATime = kTileWords == 64;
 
   const int lane = threadIdx.x % 32;
-  const Window<kTileWords> window(lane);
-  const Hash hash = hash_of(s.codebook);
+  Window<kTileWords> window(lane);
+  for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
+  const uint32_t lane_bytes = hold(lane * 16u);
+  const Hash hash = hash_for<kCodebook>();
 
-  const uint2* x_source = reinterpret_cast<const uint2*>(s.x) + lane;
-  uint2 next[kAhead][kLoads];
-  const auto load_x = [&](bool real) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int r = 0; r < kLoads; ++r)
-        next[i][r] = real ? x_source[(i * kLoads + r) * 32] : uint2{};
-    }
-    x_source += kAhead * kLoads * 32;
-  };
-  load_x(s.first < s.last);
-
+  const char* source = s.tiles + static_cast<int64_t>(kStages) * kExpertGroup * s.row_bytes;
+  const char* x_source = s.x + kStages * kExpertGroup * kX;
+  uint32_t row_bytes = s.row_bytes;
   int to_fetch = s.last - s.first - kStages;
-  const uint32_t* source =
-      s.tiles + lane * 4 + static_cast<int64_t>(kStages) * kExpertGroup * s.row_words;
-  float sums[kRowGroups][kExpertWarpTiles][4] = {};
-  float block[kRowGroups][kExpertWarpTiles][4] = {};  // of the current 128 inputs
-  int stage = 0;
+  bool follows =
+      to_fetch >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
+  const bool goes_on = follows;
+
+  float sums[kRowGroups][8][4] = {};
+  float2 unit[kRowGroups];     // of this lane's two rows of sums
+  float x_unit[kRowGroups];    // of its row of fragments
+  __half2 shrink[kRowGroups];  // what fragments are multiplied by
+#pragma unroll
+  for (int r = 0; r < kRowGroups; ++r) unit[r] = float2{0.0f, 0.0f}, x_unit[r] = 0.0f;
   for (int group = s.first; group < s.last; ++group) {
+    if (group == s.first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
+      const float* const scales = s.scales + group / kBlockGroups * kRows;
+#pragma unroll
+      for (int r = 0; r < kRowGroups; ++r) {
+        const float2 scale = load_global_pair(scales + r * 8 + lane % 4 * 2);
+        const float2 larger{fmaxf(unit[r].x, scale.x), fmaxf(unit[r].y, scale.y)};
+        const float2 by{__fdividef(unit[r].x, larger.x), __fdividef(unit[r].y, larger.y)};
+        const float2 two = load_global_pair(scales + r * 8 + lane / 8 * 2);
+        const float of_x = lane / 4 % 2 == 0 ? two.x : two.y;
+        x_unit[r] = fmaxf(x_unit[r], of_x);
+        shrink[r] = __float2half2_rn(__fdividef(of_x, x_unit[r]));
+        unit[r] = larger;
+        if (group == s.first) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[r][j][i] *= i % 2 == 0 ? by.x : by.y;
+        }
+      }
+    }
     copy_wait<kStages - 1>();
     __syncwarp();
-    uint32_t* const packed = ring + stage * kStage;
 #pragma unroll
     for (int i = 0; i < kExpertGroup; ++i) {
-      uint2 now[kLoads];
+      uint2 x[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoads; ++r) now[r] = next[i % kAhead][r];
-      if (i % kAhead == kAhead - 1) load_x(group + 1 < s.last || i + 1 < kExpertGroup);
+      for (int r = 0; r < kLoads; ++r) {
+        x[r] = load_shared_pair(stage + kPackedBytes + i * kX + r * 256 + lane * 8);
+        x[r].x = times(x[r].x, shrink[r % kRowGroups]);
+        x[r].y = times(x[r].y, shrink[r % kRowGroups]);
+      }
+      uint32_t own[4] = {};
 #pragma unroll
-      for (int j = 0; j < kExpertWarpTiles; ++j) {
+      for (int j = 0; j < 8; ++j) {
         uint32_t v[3], p[8];
-        const uint32_t* const tile = packed + i * kKTile + j * kTile;
-        load_stretch<kTileWords>([=](int word) { return tile[word]; }, window, v);
-        products<kTileWords, !kMul1>(v, hash, powers, p);
+        const uint32_t tile = stage + i * kKTileBytes + j * kTileBytes;
+        if constexpr (kFourAtATime) {
+          if (j % 4 == 0) load_matrices(own, tile + lane_bytes);
+          v[0] = own[j % 4], v[1] = load_shared(tile + window.index[1]);
+        } else {
+          load_stretch<kTileWords>([=](int byte) { return load_shared(tile + byte); }, window, v);
+        }
+        products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
         if constexpr (kPacked) {
           uint32_t a[4];
-          packed_values<kMul1>(p, a);
+          packed_values<kCodebook == kMul1>(p, a);
 #pragma unroll
           for (int r = 0; r < kLoads; ++r)
-            mma_f16(block[r % kRowGroups][j], a[0], a[1], a[2], a[3], now[r].x, now[r].y);
+            mma_f16(sums[r % kRowGroups][j], a[0], a[1], a[2], a[3], x[r].x, x[r].y);
         } else {
 #pragma unroll
           for (uint32_t& product : p) product = halves(product);
 #pragma unroll
           for (int r = 0; r < kRowGroups; ++r) {
-            mma_f16(block[r][j], p[0], p[4], p[1], p[5], __byte_perm(now[r].x, 0, 0x1010),
-                    __byte_perm(now[r].x, 0, 0x3232));
-            mma_f16(block[r][j], p[2], p[6], p[3], p[7], __byte_perm(now[r].y, 0, 0x1010),
-                    __byte_perm(now[r].y, 0, 0x3232));
+            mma_f16(sums[r][j], p[0], p[4], p[1], p[5], __byte_perm(x[r].x, 0, 0x1010),
+                    __byte_perm(x[r].x, 0, 0x3232));
+            mma_f16(sums[r][j], p[2], p[6], p[3], p[7], __byte_perm(x[r].y, 0, 0x1010),
+                    __byte_perm(x[r].y, 0, 0x3232));
           }
         }
       }
     }
     __syncwarp();  // everybody has read the stage before it is filled again
-    if (to_fetch-- > 0) {
-#pragma unroll
-      for (int i = 0; i < kExpertGroup; ++i) {
-#pragma unroll
-        for (int word = 0; word < kKTile; word += 128) {
-          if (lane * 4 + word < kKTile)
-            copy_async_16(packed + lane * 4 + i * kKTile + word, source + i * s.row_words + word,
-                          policy);
-        }
-      }
-      source += static_cast<int64_t>(kExpertGroup) * s.row_words;
+    if (to_fetch == 0 && follows) {
+      source = after.tiles, x_source = after.x, row_bytes = after.row_bytes;
+      to_fetch = after.last - after.first;
+      follows = false;
+    }
+    if (to_fetch > 0) {
+      --to_fetch;
+      fetch_group<Shape, 8>(source, row_bytes, kTileWords, x_source, stage, policy);
+      source += static_cast<uint64_t>(row_bytes) * kExpertGroup;
+      x_source += kExpertGroup * kX;
     }
     copy_commit();
-    if (++stage == kStages) stage = 0;
-    if (group % 2 == 1 || group + 1 == s.last) {
-#pragma unroll
-      for (int r = 0; r < kRowGroups; ++r) {
-        const float2 scale =
-            *reinterpret_cast<const float2*>(s.scales + group / 2 * kRows + r * 8 + lane % 4 * 2);
-#pragma unroll
-        for (int j = 0; j < kExpertWarpTiles; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sums[r][j][i] = fmaf(block[r][j][i], i % 2 == 0 ? scale.x : scale.y, sums[r][j][i]);
-            block[r][j][i] = 0.0f;
-          }
-        }
-      }
-    }
+    stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
   }
-  fill_ring(after, ring, policy);
+  Summed<kRowGroups> result;
+  result.stage = goes_on ? stage : ring;
+  if (!goes_on) fill_ring<Shape>(after, ring, policy);
 
-  // The warps that share K add their sums in order.
-  const int warp = threadIdx.x / 32, depth = warp / kExpertColumnWarps;
-  float4* const mine = segment + warp % kExpertColumnWarps * kExpertWarpTiles * 32 + lane;
-  for (int turn = 0; turn < kExpertDepthWarps; ++turn) {
-    __syncthreads();  // also: whoever still read the segment before has done so
-    if (turn != depth) continue;
+  // Half of the features at a time, for the sake of GPUs with little shared memory.
+  constexpr int kQuads = kUnitQuads / 2;
+  const int warp = threadIdx.x / 32, quad = threadIdx.x % kQuads;
 #pragma unroll
-    for (int r = 0; r < kRowGroups; ++r) {
+  for (int r = 0; r < kRowGroups; ++r) {
 #pragma unroll
-      for (int j = 0; j < kExpertWarpTiles; ++j) {
-        const float (&sum)[4] = sums[r][j];
-        float4* const at = mine + r * (kUnitSums / 4) + j * 32;
-        float4 so_far = turn == 0 ? float4{} : *at;
-        add_to(so_far, float4{sum[0], sum[1], sum[2], sum[3]});
-        *at = so_far;
+    for (int half = 0; half < 2; ++half) {
+      __syncthreads();  // whoever still read what was there before has done so
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&sum)[4] = sums[r][half * 4 + j];
+        parts[warp * kQuads + j * 32 + lane] =
+            float4{sum[0] * unit[r].x, sum[1] * unit[r].y, sum[2] * unit[r].x, sum[3] * unit[r].y};
       }
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
+      float4 sum = parts[quad];
+#pragma unroll
+      for (int d = 1; d < kExpertWarps; ++d) add_to(sum, parts[d * kQuads + quad]);
+      result.quads[r] = sum;
     }
   }
-  __syncthreads();
+  return result;
 }
 
 template <bool kPacked, int kTerms, int kRowGroups>
-__device__ __forceinline__ void multiply_any(const Stretch& s, const Stretch& after,
-                                             const PowersOfTwo& powers, uint32_t* ring,
-                                             uint64_t policy, float4* segment) {
-  with_rate(s.tile_words, [&](auto tile_words) {
-    constexpr int kTileWords = decltype(tile_words)::value;
-    if (s.codebook == kMul1) {
-      multiply_stretch<kTileWords, true, true, kTerms, kRowGroups>(s, after, powers, ring, policy,
-                                                                   segment);
-    } else if constexpr (kTileWords % 16 == 0) {  // half rates exist for mul1 only
-      multiply_stretch<kTileWords, false, kPacked, kTerms, kRowGroups>(s, after, powers, ring,
-                                                                       policy, segment);
-    }
+__device__ __forceinline__ Summed<kRowGroups> multiply_any(const Stretch& s, const Stretch& after,
+                                                           const PowersOfTwo& powers, uint32_t ring,
+                                                           uint32_t stage, uint64_t policy,
+                                                           float4* parts) {
+  return with_rate(s.tile_words, [&](auto tile_words) {
+    return with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
+      constexpr int kCodebook = decltype(codebook)::value;
+      return multiply_stretch < decltype(tile_words)::value, kCodebook,
+             kPacked || kCodebook == kMul1, kTerms,
+             kRowGroups > (s, after, powers, ring, stage, policy, parts);
+    });
   });
 }
 
@@ -236,32 +292,47 @@ struct Units {
 // kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since
 // three layers' errors add up; BF16 ones are rounded more than that.
 template <bool kDown, bool kExact, int kRowGroups>
-__global__ void __launch_bounds__(kExpertWarps * 32, 2)
+__global__ void __launch_bounds__(kExpertWarps * 32,
+                                  ExpertShape<kRowGroups, kExact ? 2 : 1>::kBlocks)
     expert_kernel(const Moe m, const MoeScratch s, const PowersOfTwo powers) {
   constexpr int kRows = kRowGroups * 8;
   constexpr int kTerms = kExact ? 2 : 1;
+  using Shape = ExpertShape<kRowGroups, kTerms>;
+  constexpr int kSums = kRowGroups * kUnitQuads;
   extern __shared__ __align__(128) uint32_t shared[];
-  float4* const held = reinterpret_cast<float4*>(shared + kRingBytes / 4);  // [pass][row group][]
-  float4* const summed = held + 2 * kRowGroups * (kUnitSums / 4);           // [row group][]
-  int* const flag = reinterpret_cast<int*>(summed + kRowGroups * (kUnitSums / 4));
+  float4* const parts = reinterpret_cast<float4*>(shared + kExpertWarps * Shape::kRing / 4);
+  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * kUnitQuads / 2);
+  int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int depth = warp / kExpertColumnWarps;
-  const int column = warp % kExpertColumnWarps * kExpertWarpTiles;
-  uint32_t* const ring = shared + warp * kRingWords;
+  const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
   const uint64_t policy = evict_first();
 
-  let_next_kernel_start();
   const Units<kDown> units(m);
   const int slices = static_cast<int>(m.slices);
   const int of_unit = units.passes * units.segments;
   const bool two_rotations = !kDown && !one_rotation(m);
-  wait_for_previous_kernel();
-  const int total = *s.count * slices * units.column_blocks * of_unit;
+  // Down may start when all of gate and up have passed this wait: the sort is done by then, and what it left
+  // is all that down needs to fetch its first weights.
+  if constexpr (!kDown) wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int count = __ldcg(s.count);
+  const int total = count * slices * units.column_blocks * of_unit;
   const int share = max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
   const int begin = min(static_cast<int>(blockIdx.x) * share, total);
   const int stop = min(begin + share, total);
-  unsigned* const arrived =
-      s.arrived + (kDown ? static_cast<int64_t>(s.row_blocks) * slices * (m.inner / 128) : 0);
+  unsigned* const arrived = kDown ? s.arrived_hidden : s.arrived_inner;
+
+  const auto matrix_of = [&](int sliced, int pass) {
+    const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
+    return __ldcg(s.matrices + sliced * 3 + which);
+  };
+  const int first_sliced = begin / of_unit / units.column_blocks;
+  if (begin < stop && threadIdx.x < kKeptMatrices) {
+    const int sliced = first_sliced + static_cast<int>(threadIdx.x) / units.passes;
+    if (sliced <= (stop - 1) / of_unit / units.column_blocks)
+      kept[threadIdx.x] = matrix_of(sliced, static_cast<int>(threadIdx.x) % units.passes);
+  }
+  __syncthreads();
 
   const auto stretch_of = [&](int at) {
     Stretch stretch = {};
@@ -271,34 +342,42 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
     const int sliced = unit / units.column_blocks,
               column_block = unit - sliced * units.column_blocks;
     const int pass = segment / units.segments;
-    const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
-    const longlong2 matrix = s.matrices[sliced * 3 + which];
+    const int place = (sliced - first_sliced) * units.passes + pass;
+    const longlong2 matrix = place < kKeptMatrices ? kept[place] : matrix_of(sliced, pass);
     const int segment_length = segment_blocks(units.blocks);
     const int first_block = (segment - pass * units.segments) * segment_length;
-    const int groups = 2 * min(segment_length, units.blocks - first_block);
+    const int groups = kBlockGroups * min(segment_length, units.blocks - first_block);
     stretch.tile_words = static_cast<int>(matrix.y);
-    stretch.codebook = kDown ? m.down.codebook : which == 0 ? m.gate.codebook : m.up.codebook;
-    stretch.first = groups * depth / kExpertDepthWarps;
-    stretch.last = groups * (depth + 1) / kExpertDepthWarps;
+    stretch.codebook = kDown                     ? m.down.codebook
+                       : pass + 1 < units.passes ? m.gate.codebook
+                                                 : m.up.codebook;
+    stretch.first = groups * warp / kExpertWarps;
+    stretch.last = groups * (warp + 1) / kExpertWarps;
     const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
-    const int tile = stretch.tile_words / 2;
-    stretch.row_words = units.column_blocks * 8 * tile;
-    stretch.tiles = reinterpret_cast<const uint32_t*>(m.packed + matrix.x) +
-                    k_tile * stretch.row_words + (column_block * 8 + column) * tile;
+    const int tile_bytes = stretch.tile_words * 2;
+    stretch.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
+    stretch.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
+                    k_tile * stretch.row_bytes + column_block * 8 * tile_bytes;
     const int64_t rows = two_rotations ? sliced * 2 + pass : sliced;
-    stretch.x =
-        (kDown ? s.inner : s.x) + (rows * units.blocks * 8 + k_tile) * kTerms * kRowGroups * 64;
+    stretch.x = reinterpret_cast<const char*>(kDown ? s.inner : s.x) +
+                (rows * units.blocks * 8 + k_tile) * Shape::kX;
     stretch.scales =
         (kDown ? s.inner_scales : s.x_scales) + (rows * units.blocks + first_block) * kRows;
     return stretch;
   };
 
   Stretch now = stretch_of(begin);
-  fill_ring(now, ring, policy);
+  fill_ring<Shape>(now, ring, policy, true, false);
+  if constexpr (kDown) wait_for_previous_kernel();
+  fill_ring<Shape>(now, ring, policy, false, true);
+  uint32_t stage = ring;
+  float4 held[2][kRowGroups] = {};  // this thread's quads of the unit's sums, of gate and of up
   for (int at = begin; at < stop; ++at) {
     const Stretch after = stretch_of(at + 1);
-    multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, policy, summed);
+    const Summed<kRowGroups> summed =
+        multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, stage, policy, parts);
     now = after;
+    stage = summed.stage;
 
     const int unit = at / of_unit, segment = at - unit * of_unit;
     const int pass = segment / units.segments;
@@ -308,23 +387,22 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       // is its last, and has the second.
       const int place = block * share >= unit * of_unit ? 0 : 1;
       return reinterpret_cast<float4*>(s.parts) +
-             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) *
-                 (kRowGroups * kUnitSums / 4) +
+             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums +
              threadIdx.x;
     };
 #pragma unroll
     for (int r = 0; r < kRowGroups; ++r) {
-      float4 sum = summed[r * (kUnitSums / 4) + threadIdx.x];
-      float4* const mine = held + (pass * kRowGroups + r) * (kUnitSums / 4) + threadIdx.x;
       if (!whole) {
-        __stcg(part_of(blockIdx.x, segment) + r * (kUnitSums / 4), sum);
-      } else {
-        if (segment > pass * units.segments) {
-          float4 so_far = *mine;
-          add_to(so_far, sum);
-          sum = so_far;
-        }
-        *mine = sum;
+        __stcg(part_of(blockIdx.x, segment) + r * kUnitQuads, summed.quads[r]);
+        continue;
+      }
+#pragma unroll
+      for (int of_pass = 0; of_pass < 2; ++of_pass) {
+        if (of_pass != pass) continue;
+        if (segment > pass * units.segments)
+          add_to(held[of_pass][r], summed.quads[r]);
+        else
+          held[of_pass][r] = summed.quads[r];
       }
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
@@ -337,24 +415,30 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       const bool last_to_come = *flag != 0;
       __syncthreads();
       if (!last_to_come) continue;
-      for (int of_pass = 0; of_pass < units.passes; ++of_pass) {
+#pragma unroll
+      for (int of_pass = 0; of_pass < 2; ++of_pass) {
+        if (of_pass == units.passes) break;
 #pragma unroll
         for (int r = 0; r < kRowGroups; ++r) {
-          float4 so_far = {};
           for (int i = 0; i < units.segments; ++i) {
             const int of_segment = of_pass * units.segments + i;
-            const float4 part = __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) +
-                                       r * (kUnitSums / 4));
+            const float4 part =
+                __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) + r * kUnitQuads);
             if (i == 0)
-              so_far = part;
+              held[of_pass][r] = part;
             else
-              add_to(so_far, part);
+              add_to(held[of_pass][r], part);
           }
-          held[(of_pass * kRowGroups + r) * (kUnitSums / 4) + threadIdx.x] = so_far;
         }
       }
-      __syncthreads();
     }
+#pragma unroll
+    for (int of_pass = 0; of_pass < 2; ++of_pass) {
+#pragma unroll
+      for (int r = 0; r < kRowGroups; ++r)
+        parts[of_pass * kSums + r * kUnitQuads + threadIdx.x] = held[of_pass][r];
+    }
+    __syncthreads();
     const int sliced = unit / units.column_blocks,
               column_block = unit - sliced * units.column_blocks;
     const int row_block = sliced / slices;
@@ -368,7 +452,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       if (s.route[slot] < 0) continue;
       const auto sums_of = [&](int of_pass, float (&z)[4]) {
         const float* const sums =
-            reinterpret_cast<const float*>(held) + (of_pass * kRowGroups + row / 8) * kUnitSums;
+            reinterpret_cast<const float*>(parts + of_pass * kSums + row / 8 * kUnitQuads);
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = sums[unit_sum_index(row % 8, lane * 4 + i)];
       };
@@ -389,15 +473,27 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
           finish_linear(m.gate, matrix, feature, g);
           add_bias(m.gate.bias, matrix, feature, g);
         }
+        activate(m, g, u);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          u[i] = feature + i < m.intermediate ? activate(m, g[i], u[i]) : 0.0f;
-        write_fragments(u, vector_of(m.down.suh, matrix),
+          if (feature + i >= m.intermediate) u[i] = 0.0f;
+        float suh[4];
+        load_scales(vector_of(m.down.suh, matrix), column_block, suh);
+        write_fragments(u, suh,
                         s.inner + static_cast<int64_t>(sliced) * units.column_blocks * 8 * kTerms *
                                       kRowGroups * 64,
                         s.inner_scales + static_cast<int64_t>(sliced) * units.column_blocks * kRows,
                         column_block, row, kRowGroups, kTerms);
       }
+    }
+    if constexpr (kDown) {
+      if (!s.adds) continue;
+      __syncthreads();
+      if (threadIdx.x == 0)
+        *flag =
+            arrive(s.arrived_columns + column_block) == static_cast<unsigned>(count * slices - 1);
+      __syncthreads();
+      if (*flag != 0 && warp < m.tokens) add_up(m, s, warp, feature);
     }
   }
 }

@@ -10,9 +10,12 @@ namespace trellis::cuda {
 template <bool kDown, bool kExact, int kRowGroups>
 cudaError_t launch_expert_kernel(const Moe& m, const MoeScratch& scratch, int grid,
                                  cudaStream_t stream) {
-  const int bytes = shared_for_even_spread(grid, expert_shared_bytes<kRowGroups>());
-  return launch_overlapping(expert_kernel<kDown, kExact, kRowGroups>, grid, kExpertWarps * 32,
-                            bytes, 1, stream, m, scratch, powers_of_two());
+  using Shape = ExpertShape<kRowGroups, kExact ? 2 : 1>;
+  // Half as many where a multiprocessor has room for one only.
+  const int blocks = grid * Shape::kBlocks / 2;
+  return launch_overlapping(expert_kernel<kDown, kExact, kRowGroups>, blocks, kExpertWarps * 32,
+                            shared_for_even_spread(blocks, Shape::kShared), 1, stream, m, scratch,
+                            powers_of_two());
 }
 
 template <int kRowGroups, bool kExact>

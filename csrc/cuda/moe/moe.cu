@@ -1,5 +1,6 @@
 // Routed experts: launches for a chunk of tokens, none of which the host waits for. Few rows: sort, rotate,
-// gate and up with the activation, down, add. Many rows, as tiles: the same with a launch for the activation.
+// gate and up with the activation, down, add; where routes are few the first two are one, and down adds.
+// Many rows, as tiles: all five and a launch for the activation.
 #include <algorithm>
 
 #include "../gemm/launch.cuh"
@@ -15,6 +16,8 @@ constexpr int64_t kChunkRoutes = 16384;
 constexpr int64_t kInvariantTokens = 128;
 // Rows of an average expert from which on blocks of 16 rows, and tiles, are faster.
 constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
+// Tokens up to which down adds the routes up, a warp a token: a launch less.
+constexpr int64_t kAddTokens = 8;
 // Tiles keep a row of this many floats in shared memory, which every GPU has.
 constexpr int64_t kLargestInner = 24 * 1024;
 
@@ -49,10 +52,12 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
     s.results = reinterpret_cast<float*>(s.x);  // which gate and up are done with
     return s;
   }
-  s.arrived = arena.take<unsigned>(row_blocks * z.slices * (z.hidden + z.inner) / 128);
-  s.parts =
-      arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
-                        most_segments(std::max(z.hidden, z.inner) / 128) * row_groups * kUnitSums);
+  s.arrived_inner = arena.take<unsigned>(row_blocks * z.slices * z.inner / 128);
+  s.arrived_hidden = arena.take<unsigned>(row_blocks * z.slices * z.hidden / 128);
+  s.arrived_columns = arena.take<unsigned>(z.hidden / 128);
+  s.parts = arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
+                              most_segments(std::max(z.hidden, z.inner) / 128) * row_groups *
+                              kUnitQuads * 4);
   s.results = arena.take<float>(s.slots * z.slices * z.hidden);
   return s;
 }
@@ -77,7 +82,14 @@ int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
 
 cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
                             cudaStream_t stream) {
-  cudaError_t error = launch_rotate_routes(m, s, exact ? 2 : 1, stream);
+  const int terms = exact ? 2 : 1;
+  cudaError_t error = cudaSuccess;
+  if (m.tokens * m.top_k <= kFewRoutes) {
+    error = launch_sort_and_rotate(m, s, terms, stream);
+  } else {
+    error = launch_sort(m, s, stream);
+    if (error == cudaSuccess) error = launch_rotate_routes(m, s, terms, stream);
+  }
   for (const bool down : {false, true}) {
     if (error != cudaSuccess) return error;
     if (s.row_groups == 2)
@@ -87,13 +99,14 @@ cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int g
       error = exact ? launch_experts<1, true>(down, m, s, grid, stream)
                     : launch_experts<1, false>(down, m, s, grid, stream);
   }
-  return error == cudaSuccess ? launch_add(m, s, stream) : error;
+  return error == cudaSuccess && !s.adds ? launch_add(m, s, stream) : error;
 }
 
 cudaError_t launch_many_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
                              cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
-  cudaError_t error = launch_rotate_slots(m, s, terms, stream);
+  cudaError_t error = launch_sort(m, s, stream);
+  if (error == cudaSuccess) error = launch_rotate_slots(m, s, terms, stream);
   for (const bool down : {false, true}) {
     if (error == cudaSuccess)
       error = exact ? launch_tiles_of_experts<2>(down, m, s, grid, stream)
@@ -119,9 +132,13 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
   return plan;
 }
 
-cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cudaStream_t stream) {
+cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream_t stream) {
   // Values unrounded cost FP32 and FP16 results half of their error bound, and BF16 ones nothing.
   const bool exact = all.y_dtype != trellis::DType::BFloat16;
+  // Where shared memory is short, eight rows at a time: the same sums.
+  if (exact && plan.row_groups == 2 &&
+      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) < ExpertShape<2, 2>::kShared)
+    plan.row_groups = 1;
   const auto skip = [](const void* p, int64_t bytes) {
     return static_cast<const void*>(static_cast<const char*>(p) + bytes);
   };
@@ -135,11 +152,11 @@ cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cud
     m.y = static_cast<char*>(all.y) + token * all.columns * size_of(all.y_dtype);
     Arena arena(workspace);
     const Sizes z{m.top_k, m.experts, m.slices, m.hidden, m.inner};
-    const MoeScratch s = take_scratch(z, plan, arena);
-    cudaError_t error = launch_sort(m, s, stream);
-    if (error == cudaSuccess)
-      error = s.row_groups == kTileGroups ? launch_many_rows(exact, m, s, plan.grid, stream)
-                                          : launch_few_rows(exact, m, s, plan.grid, stream);
+    MoeScratch s = take_scratch(z, plan, arena);
+    s.adds = m.tokens <= kAddTokens && m.tokens * m.top_k <= kFewRoutes;
+    const cudaError_t error = s.row_groups == kTileGroups
+                                  ? launch_many_rows(exact, m, s, plan.grid, stream)
+                                  : launch_few_rows(exact, m, s, plan.grid, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

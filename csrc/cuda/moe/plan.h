@@ -16,9 +16,7 @@ namespace trellis::cuda {
 
 // K is cut into segments of so many 128-blocks. Each is summed by itself and segments are added in their
 // order, whoever computes them, so a row's bits do not depend on the other rows.
-TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) {
-  return blocks > 24 ? 16 : 8;
-}
+TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) { return blocks > 8 ? 16 : 8; }
 
 // Segments of a matrix, at most; it does not shrink as K grows.
 inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
@@ -28,16 +26,19 @@ inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
 constexpr int kTileGroups = 16;
 
 struct MoeScratch {
-  int64_t slots;        // at most
-  int row_blocks;       // at most
-  int row_groups;       // eights of rows in a row block
-  int* count;           // row blocks there are, slots
-  int* expert;          // [row blocks]
-  int* first;           // [row blocks]: slot
-  longlong2* matrices;  // [row blocks][slices][gate, up, down]: as in the table
-  int* route;           // [slots], -1: padding
-  int* slot;            // [routes], -1: contributes nothing
-  unsigned* arrived;    // [row blocks][slices][128-blocks of inner], then of hidden
+  int64_t slots;              // at most
+  int row_blocks;             // at most
+  int row_groups;             // eights of rows in a row block
+  int* count;                 // row blocks there are, slots
+  int* expert;                // [row blocks]
+  int* first;                 // [row blocks]: slot
+  longlong2* matrices;        // [row blocks][slices][gate, up, down]: as in the table
+  int* route;                 // [slots], -1: padding
+  int* slot;                  // [routes], -1: contributes nothing
+  bool adds;                  // down's last block of each 128 features adds the routes up
+  unsigned* arrived_inner;    // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
+  unsigned* arrived_hidden;   // the same of hidden
+  unsigned* arrived_columns;  // [128-blocks of hidden]: finished units
   // FP16 fragments [row blocks][slices][1 or 2: gate, up][k tiles][1 or 2 terms][row groups][32][2] and
   // their scales [...][128-blocks][rows]: powers of two, one for each 128 inputs of a row.
   uint32_t* x;
@@ -64,6 +65,6 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
                  int64_t inner, int sm_count);
 
 // All tokens, chunk by chunk. `workspace` holds plan.bytes.
-cudaError_t launch_moe(const Moe& m, const MoePlan& plan, void* workspace, cudaStream_t stream);
+cudaError_t launch_moe(const Moe& m, MoePlan plan, void* workspace, cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -18,6 +18,15 @@ __device__ __forceinline__ int expert_of(const Moe& m, int64_t route) {
   return static_cast<int>(id);
 }
 
+__device__ __forceinline__ void zero_counters(const Moe& m, const MoeScratch& s, int row_blocks,
+                                              int64_t first, int64_t step) {
+  const int64_t of_inner = row_blocks * m.slices * (m.inner / 128);
+  const int64_t of_hidden = row_blocks * m.slices * (m.hidden / 128);
+  for (int64_t i = first; i < of_inner; i += step) s.arrived_inner[i] = 0;
+  for (int64_t i = first; i < of_hidden; i += step) s.arrived_hidden[i] = 0;
+  for (int64_t i = first; i < m.hidden / 128; i += step) s.arrived_columns[i] = 0;
+}
+
 // One block. Which row of its expert a route becomes is left to chance: no sum depends on it.
 __global__ void __launch_bounds__(kSortThreads)
     sort_routes(const Moe m, const MoeScratch s, const int routes) {
@@ -99,75 +108,132 @@ __global__ void __launch_bounds__(kSortThreads)
     s.matrices[i] = longlong2{entry[0], entry[1]};
   }
   if (s.row_groups == kTileGroups) return;
-  const int64_t of_inner = m.slices * (m.inner / 128), of_out = m.slices * (m.hidden / 128);
-  for (int64_t i = thread; i < row_blocks * of_inner; i += kSortThreads) s.arrived[i] = 0;
-  for (int64_t i = thread; i < row_blocks * of_out; i += kSortThreads)
-    s.arrived[s.row_blocks * of_inner + i] = 0;
+  zero_counters(m, s, row_blocks, thread, kSortThreads);
 }
 
-// A warp a route, slice, rotation and 128-block.
-__global__ void __launch_bounds__(kWarpsPerBlock * 32)
-    rotate_routes(const Moe m, const MoeScratch s, const int64_t routes, const int terms) {
-  let_next_kernel_start();
+// A warp's 128-block of a route's row for one slice and rotation. slot_of(route) comes last, since whoever
+// knows it may be waited for meanwhile.
+template <typename SlotOf>
+__device__ __forceinline__ void rotate_block(const Moe& m, const MoeScratch& s, int64_t warp,
+                                             int64_t routes, int terms, SlotOf slot_of) {
   const int lane = threadIdx.x % 32;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   const int blocks = static_cast<int>(m.hidden / 128);
   const int rotations = one_rotation(m) ? 1 : 2;
   const int block = static_cast<int>(warp % blocks);
   const int64_t rest = warp / blocks;
   const int rotation = static_cast<int>(rest % rotations);
   const int64_t slice = rest / rotations % m.slices, route = rest / rotations / m.slices;
-  if (route >= routes) return;
-  const int64_t token = route / m.top_k;
-  float v[4];
-  with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+  const int64_t id = route < routes ? expert_of_route(m, route) : -1;
+  float v[4] = {}, suh[4] = {};
+  if (id >= 0 && id < m.experts) {
+    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = block * 128 + lane * 4 + i;
-      v[i] = column < m.columns ? to_float(x[token * m.columns + column]) : 0.0f;
-    }
-  });
-  wait_for_previous_kernel();
-  const int slot = s.slot[route];
-  if (slot < 0) return;
+      for (int i = 0; i < 4; ++i) {
+        const int column = block * 128 + lane * 4 + i;
+        v[i] = column < m.columns ? to_float(x[route / m.top_k * m.columns + column]) : 0.0f;
+      }
+    });
+    const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
+    load_scales(vector_of(p.suh, id * m.slices + slice), block, suh);
+  }
+  const int slot = slot_of(min(route, routes - 1));
+  if (route >= routes || slot < 0) return;
   const int rows = s.row_groups * 8, row_block = slot / rows;
-  const int64_t matrix = static_cast<int64_t>(s.expert[row_block]) * m.slices + slice;
   const int64_t place = (row_block * m.slices + slice) * rotations + rotation;
-  const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
-  write_fragments(v, vector_of(p.suh, matrix), s.x + place * blocks * 8 * terms * s.row_groups * 64,
+  write_fragments(v, suh, s.x + place * blocks * 8 * terms * s.row_groups * 64,
                   s.x_scales + place * blocks * rows, block, slot % rows, s.row_groups, terms);
 }
 
-// y of a token, four neighbours a thread: weights, biases and sums in the order of slots and slices.
+// A warp a route, slice, rotation and 128-block.
+__global__ void __launch_bounds__(kWarpsPerBlock * 32)
+    rotate_routes(const Moe m, const MoeScratch s, const int64_t routes, const int terms) {
+  let_next_kernel_start();
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  rotate_block(m, s, warp, routes, terms, [&](int64_t route) {
+    wait_for_previous_kernel();
+    return s.slot[route];
+  });
+}
+
+// The same for few routes, which every block sorts by itself and alike: a route is the row of its expert's
+// row blocks that it is in their order, and row blocks are in the order of their first routes.
+__global__ void __launch_bounds__(kWarpsPerBlock * 32)
+    sort_and_rotate_routes(const Moe m, const MoeScratch s, const int routes, const int terms) {
+  __shared__ __align__(16) int experts[kFewRoutes];
+  __shared__ int leaders[kFewRoutes], slots[kFewRoutes];
+  let_next_kernel_start();
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  rotate_block(m, s, warp, routes, terms, [&](int64_t of_warp) {
+    const int route = threadIdx.x, rows = s.row_groups * 8;
+    const bool sorts = route < kFewRoutes;
+    const int expert = route < routes ? expert_of(m, route) : -1;
+    if (sorts) experts[route] = expert;
+    __syncthreads();
+    // Of this route's expert: routes before this one, the one that began its row block, all of them.
+    int before = 0, leader = route, all = 0;
+    for (int first = 0; expert >= 0 && first < routes; first += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(experts + first);
+      const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int other = first + i;
+        if (others[i] != expert) continue;
+        if (other <= route && all % rows == 0) leader = other;
+        if (other < route) ++before;
+        ++all;
+      }
+    }
+    const bool leads = expert >= 0 && leader == route;
+    if (sorts) leaders[route] = leads;
+    __syncthreads();
+    int row_block = 0, count = 0;  // row blocks before this route's, and all of them
+    for (int other = 0; other < routes; ++other) {
+      if (other < leader) row_block += leaders[other];
+      count += leaders[other];
+    }
+    const int slot = expert < 0 ? -1 : row_block * rows + before % rows;
+    if (sorts) slots[route] = slot;
+    __syncthreads();
+
+    if (blockIdx.x == 0 && route < routes) {
+      s.slot[route] = slot;
+      if (slot >= 0) s.route[slot] = route;
+      if (leads) {
+        s.expert[row_block] = expert;
+        s.first[row_block] = row_block * rows;
+        for (int row = min(all - before, rows); row < rows; ++row)
+          s.route[row_block * rows + row] = -1;
+        for (int64_t slice = 0; slice < m.slices; ++slice) {
+          for (int which = 0; which < 3; ++which) {
+            const int64_t matrix = (which * m.experts + expert) * m.slices + slice;
+            s.matrices[(row_block * m.slices + slice) * 3 + which] =
+                longlong2{m.table[matrix * 2], m.table[matrix * 2 + 1]};
+          }
+        }
+      }
+      if (route == 0) s.count[0] = count, s.count[1] = count * rows;
+    }
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    zero_counters(m, s, count, thread, step);
+    if (s.adds && count == 0) {  // nobody else will write y
+      const int64_t halves = m.tokens * m.columns * (m.y_dtype == DType::Float ? 2 : 1);
+      for (int64_t i = thread; i < halves; i += step) static_cast<uint16_t*>(m.y)[i] = 0;
+    }
+    return slots[of_warp];
+  });
+}
+
 __global__ void __launch_bounds__(256) add_routes(const Moe m, const MoeScratch s) {
   const int64_t quads = (m.columns + 3) / 4;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   const int64_t token = at / quads;
-  const int feature = static_cast<int>(at - token * quads) * 4;
   wait_for_previous_kernel();
-  if (token >= m.tokens) return;
-  float sums[4] = {};
-  for (int64_t k = 0; k < m.top_k; ++k) {
-    const int64_t route = token * m.top_k + k;
-    const int slot = s.slot[route];
-    if (slot < 0) continue;
-    float value[4] = {};
-    for (int64_t slice = 0; slice < m.slices; ++slice) {
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(
-          s.results + (slot * m.slices + slice) * m.hidden + feature));
-      value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
-    }
-    add_bias(m.down.bias, s.expert[slot / (s.row_groups * 8)], feature, value);
-    const float weight = load_as_float(m.weights, m.weights_dtype, route);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
-  }
-  with_dtype(m.y_dtype, m.y, [&](auto* y) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (feature + i < m.columns)
-        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
-  });
+  if (token < m.tokens) add_up(m, s, token, static_cast<int>(at - token * quads) * 4);
+}
+
+int64_t rotation_warps(const Moe& m) {
+  return m.tokens * m.top_k * m.slices * (one_rotation(m) ? 1 : 2) * (m.hidden / 128);
 }
 
 }  // namespace
@@ -182,10 +248,20 @@ cudaError_t launch_sort(const Moe& m, const MoeScratch& scratch, cudaStream_t st
   return cudaGetLastError();
 }
 
+cudaError_t launch_sort_and_rotate(const Moe& m, const MoeScratch& scratch, int terms,
+                                   cudaStream_t stream) {
+  const int64_t warps = rotation_warps(m);
+  const cudaError_t error = prefer_shared(sort_and_rotate_routes);
+  if (error != cudaSuccess) return error;
+  const unsigned blocks = static_cast<unsigned>((warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
+  sort_and_rotate_routes<<<blocks, kWarpsPerBlock * 32, 0, stream>>>(
+      m, scratch, static_cast<int>(m.tokens * m.top_k), terms);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_rotate_routes(const Moe& m, const MoeScratch& scratch, int terms,
                                  cudaStream_t stream) {
-  const int64_t routes = m.tokens * m.top_k;
-  const int64_t warps = routes * m.slices * (one_rotation(m) ? 1 : 2) * (m.hidden / 128);
+  const int64_t routes = m.tokens * m.top_k, warps = rotation_warps(m);
   const cudaError_t error = prefer_shared(rotate_routes);
   if (error != cudaSuccess) return error;
   return launch_overlapping(rotate_routes, (warps + kWarpsPerBlock - 1) / kWarpsPerBlock,

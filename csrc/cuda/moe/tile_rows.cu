@@ -7,7 +7,7 @@
 namespace trellis::cuda {
 namespace {
 
-constexpr int kRowWarps = 8;
+constexpr int kRowWarps = 4;
 
 __device__ __forceinline__ float block_max(float value) {
   __shared__ float of_warps[kRowWarps];
@@ -48,46 +48,66 @@ __device__ __forceinline__ float largest(const float (&v)[4], const __half* suh,
   return most;
 }
 
+// What a block does for its slot, with as many loads under way as registers allow: f(128-blocks first,
+// first + kRowWarps, ... and whether each is there).
+constexpr int kTogether = 4;
+template <typename F>
+__device__ __forceinline__ void for_blocks(int blocks, F f) {
+#pragma unroll 1
+  for (int first = threadIdx.x / 32; first < blocks; first += kTogether * kRowWarps) f(first);
+}
+
 // blockIdx.y: slice and rotation. Rows of padding are zeros, so that tiles read nothing that was never written.
 __global__ void __launch_bounds__(kRowWarps * 32)
     rotate_slots(const Moe m, const MoeScratch s, const int rotations, const int terms) {
   let_next_kernel_start();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int blocks = static_cast<int>(m.hidden / 128);
   const int slice = static_cast<int>(blockIdx.y) / rotations;
   const int rotation = static_cast<int>(blockIdx.y) % rotations;
   const int64_t slot = blockIdx.x;
   wait_for_previous_kernel();
-  if (slot >= s.count[1]) return;
-  const int route = s.route[slot];
+  const int slots = s.count[1], route = s.route[slot];
+  if (slot >= slots) return;
   const int64_t token = max(route, 0) / m.top_k;
   const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
   const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
   const __half* const suh = vector_of(p.suh, expert * m.slices + slice);
-  const auto load = [&](int block, float (&v)[4]) {
+  const auto load = [&](int first, float (&v)[kTogether][4]) {
     with_dtype(m.x_dtype, m.x, [&](const auto* x) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = block * 128 + lane * 4 + i;
-        v[i] = route >= 0 && column < m.columns ? to_float(x[token * m.columns + column]) : 0.0f;
+      for (int j = 0; j < kTogether; ++j) {
+        const int column = (first + j * kRowWarps) * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          v[j][i] = route >= 0 && column + i < m.columns
+                        ? to_float(x[token * m.columns + column + i])
+                        : 0.0f;
       }
     });
   };
   float most = 0.0f;
-  for (int block = warp; block < blocks; block += kRowWarps) {
-    float v[4];
-    load(block, v);
-    most = fmaxf(most, largest(v, suh, block));
-  }
+  for_blocks(blocks, [&](int first) {
+    float v[kTogether][4];
+    load(first, v);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j)
+      most = fmaxf(most, largest(v[j], suh, min(first + j * kRowWarps, blocks - 1)));
+  });
   const int exponent = exponent_of(block_max(most));
   const int64_t place = blockIdx.y;
   char* const atoms =
       reinterpret_cast<char*>(s.x) + (place * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
-  for (int block = warp; block < blocks; block += kRowWarps) {
-    float v[4];
-    load(block, v);
-    write_atoms(v, suh, exponent, atoms, block, static_cast<int>(slot % 8), terms);
-  }
+  for_blocks(blocks, [&](int first) {
+    float v[kTogether][4];
+    load(first, v);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int block = first + j * kRowWarps;
+      if (block < blocks)
+        write_atoms(v[j], suh, exponent, atoms, block, static_cast<int>(slot % 8), terms);
+    }
+  });
   if (threadIdx.x == 0) s.x_scales[place * s.slots + slot] = power_of_two(exponent);
 }
 
@@ -96,44 +116,66 @@ __global__ void __launch_bounds__(kRowWarps * 32)
     activate_slots(const Moe m, const MoeScratch s, const int terms) {
   extern __shared__ float4 kept[];  // [inner / 4]
   let_next_kernel_start();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int blocks = static_cast<int>(m.inner / 128);
   const int64_t slot = blockIdx.x, slice = blockIdx.y;
   wait_for_previous_kernel();
-  if (slot >= s.count[1]) return;
-  const int route = s.route[slot];
+  const int slots = s.count[1], route = s.route[slot];
+  if (slot >= slots) return;
   const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
   const int64_t matrix = expert * m.slices + slice;
   const __half* const suh = vector_of(m.down.suh, matrix);
+  const bool gated = m.gate.suh.data != nullptr;
   float most = 0.0f;
-  for (int block = warp; block < blocks; block += kRowWarps) {
-    const int feature = block * 128 + lane * 4;
-    const auto finished = [&](int which, const Projection& p, float (&z)[4]) {
-      const float4 sum = __ldcg(reinterpret_cast<const float4*>(
-          s.sums + ((slice * 2 + which) * s.slots + slot) * m.inner + feature));
-      z[0] = sum.x, z[1] = sum.y, z[2] = sum.z, z[3] = sum.w;
-      finish_linear(p, matrix, feature, z);
-      add_bias(p.bias, matrix, feature, z);
-    };
-    float u[4] = {}, g[4] = {};
-    if (route >= 0) {
-      finished(1, m.up, u);
-      if (m.gate.suh.data != nullptr) finished(0, m.gate, g);
+  for_blocks(blocks, [&](int first) {
+    float u[kTogether][4] = {}, g[kTogether][4] = {};
+    const auto load = [&](int which, float (&z)[kTogether][4]) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        u[i] = feature + i < m.intermediate ? activate(m, g[i], u[i]) : 0.0f;
+      for (int j = 0; j < kTogether; ++j) {
+        const int block = min(first + j * kRowWarps, blocks - 1);
+        const float4 sum = __ldcg(reinterpret_cast<const float4*>(
+            s.sums + ((slice * 2 + which) * s.slots + slot) * m.inner + block * 128 + lane * 4));
+        z[j][0] = sum.x, z[j][1] = sum.y, z[j][2] = sum.z, z[j][3] = sum.w;
+      }
+    };
+    if (route >= 0) {
+      load(1, u);
+      if (gated) load(0, g);
     }
-    kept[block * 32 + lane] = float4{u[0], u[1], u[2], u[3]};
-    most = fmaxf(most, largest(u, suh, block));
-  }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int block = first + j * kRowWarps;
+      if (block >= blocks) break;
+      const int feature = block * 128 + lane * 4;
+      if (route >= 0) {
+        finish_linear(m.up, matrix, feature, u[j]);
+        add_bias(m.up.bias, matrix, feature, u[j]);
+        if (gated) {
+          finish_linear(m.gate, matrix, feature, g[j]);
+          add_bias(m.gate.bias, matrix, feature, g[j]);
+        }
+        activate(m, g[j], u[j]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (feature + i >= m.intermediate) u[j][i] = 0.0f;
+      }
+      kept[block * 32 + lane] = float4{u[j][0], u[j][1], u[j][2], u[j][3]};
+      most = fmaxf(most, largest(u[j], suh, block));
+    }
+  });
   const int exponent = exponent_of(block_max(most));
   char* const atoms = reinterpret_cast<char*>(s.inner) +
                       (slice * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
-  for (int block = warp; block < blocks; block += kRowWarps) {
-    const float4 value = kept[block * 32 + lane];
-    write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, block,
-                static_cast<int>(slot % 8), terms);
-  }
+  for_blocks(blocks, [&](int first) {
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int block = first + j * kRowWarps;
+      if (block >= blocks) break;
+      const float4 value = kept[block * 32 + lane];
+      write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, block,
+                  static_cast<int>(slot % 8), terms);
+    }
+  });
   if (threadIdx.x == 0) s.inner_scales[slice * s.slots + slot] = power_of_two(exponent);
 }
 
@@ -147,24 +189,39 @@ __global__ void __launch_bounds__(kRowWarps * 32) add_slots(const Moe m, const M
   wait_for_previous_kernel();
   if (token >= m.tokens) return;
   float sums[4] = {};
-  for (int64_t k = 0; k < m.top_k; ++k) {
-    const int64_t route = token * m.top_k + k;
-    const int slot = s.slot[route];
-    if (slot < 0) continue;
-    const int64_t expert = expert_of_route(m, route);
-    float value[4] = {};
-    for (int64_t slice = 0; slice < m.slices; ++slice) {
-      const float4 sum = __ldcg(reinterpret_cast<const float4*>(
-          s.results + (slice * s.slots + slot) * m.hidden + feature));
-      float z[4] = {sum.x, sum.y, sum.z, sum.w};
-      finish_linear(m.down, expert * m.slices + slice, feature, z);
+  for (int64_t first = 0; first < m.top_k; first += kTogether) {
+    int slot[kTogether];
+    int64_t expert[kTogether];
+    float value[kTogether][4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] += z[i];
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t route = token * m.top_k + first + j;
+      slot[j] = first + j < m.top_k ? s.slot[route] : -1;
+      expert[j] = slot[j] >= 0 ? expert_of_route(m, route) : 0;
     }
-    add_bias(m.down.bias, expert, feature, value);
-    const float weight = load_as_float(m.weights, m.weights_dtype, route);
+    for (int64_t slice = 0; slice < m.slices; ++slice) {
+      float4 sum[kTogether];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
+      for (int j = 0; j < kTogether; ++j)
+        sum[j] = __ldcg(reinterpret_cast<const float4*>(
+            s.results + (slice * s.slots + max(slot[j], 0)) * m.hidden + feature));
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (slot[j] < 0) continue;
+        float z[4] = {sum[j].x, sum[j].y, sum[j].z, sum[j].w};
+        finish_linear(m.down, expert[j] * m.slices + slice, feature, z);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[j][i] += z[i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (slot[j] < 0) continue;
+      add_bias(m.down.bias, expert[j], feature, value[j]);
+      const float weight = load_as_float(m.weights, m.weights_dtype, token * m.top_k + first + j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[j][i], sums[i]);
+    }
   }
   with_dtype(m.y_dtype, m.y, [&](auto* y) {
 #pragma unroll

@@ -32,7 +32,7 @@ struct TileItem {
   int steps, rows, tile_words, codebook;
 };
 
-template <int kTileWords, bool kMul1, int kTerms>
+template <int kTileWords, int kCodebook, int kTerms>
 __device__ __noinline__ void multiply_tile(const TileItem item, const PowersOfTwo& powers,
                                            char* stages) {
   constexpr int kTileBytes = kTileWords * 2;
@@ -42,7 +42,7 @@ __device__ __noinline__ void multiply_tile(const TileItem item, const PowersOfTw
   constexpr int kStage = kX + kTileSteps * 8 * 256;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Window<kTileWords> window(lane);
-  const Hash hash = hash_of(item.codebook);
+  const Hash hash = hash_for<kCodebook>();
   const int groups = (item.rows + 7) / 8;
   const int matrix = lane / 8, row = lane % 8;
 
@@ -78,8 +78,8 @@ __device__ __noinline__ void multiply_tile(const TileItem item, const PowersOfTw
       uint32_t v[3], p[8], a[4];
       const uint32_t tile = packed + i * kKTile;
       load_stretch<kTileWords>([=](int word) { return load_shared(tile + word * 4); }, window, v);
-      products<kTileWords, !kMul1>(v, hash, powers, p);
-      packed_values<kMul1>(p, a);
+      products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
+      packed_values<kCodebook == kMul1>(p, a);
       // 16-byte piece p of row r of an atom lies at piece p ^ r.
       const uint32_t from =
           x + matrix / 2 * (kTerms * 1024) + row * 128 + ((i * 2 + matrix % 2) ^ row) * 16;
@@ -157,11 +157,10 @@ __global__ void __launch_bounds__(kTileWarps * 32, 2)
     const int end = row_block + 1 == s.count[0] ? s.count[1] : s.first[row_block + 1];
     item.rows = last ? end - first : kTileGroups * 8;
     with_rate(item.tile_words, [&](auto tile_words) {
-      constexpr int kTileWords = decltype(tile_words)::value;
-      if (item.codebook == kMul1)
-        multiply_tile<kTileWords, true, kTerms>(item, powers, stages);
-      else if constexpr (kTileWords % 16 == 0)  // half rates exist for mul1 only
-        multiply_tile<kTileWords, false, kTerms>(item, powers, stages);
+      with_codebook<tile_words.value>(item.codebook, [&](auto codebook) {
+        multiply_tile<decltype(tile_words)::value, decltype(codebook)::value, kTerms>(item, powers,
+                                                                                      stages);
+      });
     });
   }
 }

@@ -38,47 +38,77 @@ __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int fea
   });
 }
 
-// As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one.
-__device__ __forceinline__ float activate(const Moe& m, float g, float u) {
+// As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one. u becomes the result. The activation
+// is chosen outside the loops, so that a launch fetches the instructions of its own only.
+__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], float (&u)[4]) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(gate[i], u[i]);
+  };
   if (m.activation == kRelu2) {
-    const float positive = u < 0.0f ? 0.0f : u;
-    return positive * positive;
+    return each([](float, float& u) {
+      const float positive = u < 0.0f ? 0.0f : u;
+      u = positive * positive;
+    });
   }
   const float infinity = __int_as_float(0x7F800000);
   const float limit = m.limit > 0.0f ? m.limit : infinity;
   const float before = m.limit_after ? infinity : limit, after = m.limit_after ? limit : infinity;
-  g = g > before ? before : g;
-  u = u > limit ? limit : u < -limit ? -limit : u;
-  if (m.activation == kSwigluOai) return (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
-  float value;
-  if (m.activation == kGelu)
-    value = 0.5f * g * erfcf(g * -0.70710678f);
-  else if (m.activation == kGeluTanh)
-    value = 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
-  else
-    value = g / (1.0f + expf(-g));
-  return (value > after ? after : value) * u;
+  const auto gated = [&](auto activation) {
+    each([&](float g, float& u) {
+      g = g > before ? before : g;
+      u = u > limit ? limit : u < -limit ? -limit : u;
+      const float value = activation(g);
+      u = (value > after ? after : value) * u;
+    });
+  };
+  switch (m.activation) {
+    case kSwigluOai:
+      return each([&](float g, float& u) {
+        g = g > before ? before : g;
+        u = u > limit ? limit : u < -limit ? -limit : u;
+        u = (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
+      });
+    case kGelu:
+      return gated([](float g) { return 0.5f * g * erfcf(g * -0.70710678f); });
+    case kGeluTanh:
+      return gated([](float g) {
+        return 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
+      });
+    default:
+      return gated([](float g) { return g / (1.0f + expf(-g)); });
+  }
 }
 
-// Of a power of two near a magnitude: the largest there is where that overflows, 1 for what is no number.
+// Of a power of two near a magnitude: the largest there is where that overflows, the smallest for zero (others
+// are measured by the largest of their row).
 __device__ __forceinline__ int exponent_of(float most) {
-  if (!(most > 0.0f)) return 0;
   return max(-126, min(126, (__float_as_int(most) >> 23) - 127));
 }
 
-// H(v * suh) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
+// Two FP16 numbers in a register.
+__device__ __forceinline__ uint32_t times(uint32_t pair, __half2 factor) {
+  const __half2 product = __hmul2(reinterpret_cast<const __half2&>(pair), factor);
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// Four neighbours of a vector, each a lane's of 128-block `block`.
+__device__ __forceinline__ void load_scales(const __half* vector, int block, float (&scale)[4]) {
+  const __half* const at = vector + block * 128 + threadIdx.x % 32 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = __half2float(at[i]);
+}
+
+// H(v * scale) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
 // with a power of two as the block's scale. `terms`: one FP16 number for a value, or a second for what the
 // first leaves.
-__device__ __forceinline__ void write_fragments(const float (&v)[4], const __half* suh,
+__device__ __forceinline__ void write_fragments(const float (&v)[4], const float (&scale)[4],
                                                 uint32_t* fragments, float* scales, int block,
                                                 int row, int row_groups, int terms) {
   const int lane = threadIdx.x % 32;
-  float z[4], scale[4], most = 0.0f;
+  float z[4], most = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    scale[i] = __half2float(suh[block * 128 + lane * 4 + i]);
-    most = fmaxf(most, fabsf(v[i] * scale[i]));
-  }
+  for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(v[i] * scale[i]));
   const int exponent = exponent_of(warp_max(most));
   const float inverse = power_of_two(-exponent);
 #pragma unroll
@@ -98,6 +128,33 @@ __device__ __forceinline__ void write_fragments(const float (&v)[4], const __hal
     z[2] -= __low2float(second), z[3] -= __high2float(second);
   }
   if (lane == 0) scales[block * row_groups * 8 + row] = power_of_two(exponent);
+}
+
+// Four neighbours of a token's y: weights, biases and sums in the order of slots and slices.
+__device__ __forceinline__ void add_up(const Moe& m, const MoeScratch& s, int64_t token,
+                                       int feature) {
+  float sums[4] = {};
+  for (int64_t k = 0; k < m.top_k; ++k) {
+    const int64_t route = token * m.top_k + k;
+    const int slot = s.slot[route];
+    if (slot < 0) continue;
+    float value[4] = {};
+    for (int64_t slice = 0; slice < m.slices; ++slice) {
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(
+          s.results + (slot * m.slices + slice) * m.hidden + feature));
+      value[0] += part.x, value[1] += part.y, value[2] += part.z, value[3] += part.w;
+    }
+    add_bias(m.down.bias, s.expert[slot / (s.row_groups * 8)], feature, value);
+    const float weight = load_as_float(m.weights, m.weights_dtype, route);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
+  }
+  with_dtype(m.y_dtype, m.y, [&](auto* y) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (feature + i < m.columns)
+        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
+  });
 }
 
 }  // namespace trellis::cuda
