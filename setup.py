@@ -52,7 +52,9 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 # The library asks the processor before it calls into such a file, so no other file may contain
 # these instructions.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+# What one loop stores in narrower vectors, the next one's wide loads would wait for.
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512 += ["-mprefer-vector-width=512"]
 AVX512VNNI = [*AVX512, "-mavx512vbmi", "-mavx512vnni"]
 AVX512FP16 = [*AVX512VNNI, "-mavx512fp16"]
 ISA_FLAGS = {

@@ -49,11 +49,12 @@ void check_isa(const char* op, int64_t isa) {
                 isa, ", expected one that this machine can run");
 }
 
-Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
-                        std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
-                        int64_t out_features, ScalarType out_dtype, int64_t isa) {
+Tensor run_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
+                std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
+                ScalarType out_dtype, trellis::Act act, int64_t isa) {
   const char* op = "trellis_gemm";
   trellis::checks::gemm(op, x, packed, suh, svh, bias, codebook, out_features, out_dtype);
+  trellis::checks::act(op, act, codebook);
   check_isa(op, isa);
 
   std::vector<Tensor> kept;
@@ -65,7 +66,8 @@ Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
   Tensor out = torch::stable::new_empty(x, shape, out_dtype);
   const int64_t count = trellis::checks::rows_of(x);
   if (count == 0) return out;
-  const trellis::SlabKernels& kernels = trellis::slab_kernels(static_cast<trellis::Isa>(isa));
+  const trellis::SlabKernels& kernels =
+      trellis::slab_kernels(static_cast<trellis::Isa>(isa), act, count);
   Tensor scratch = torch::stable::new_empty(x, {trellis::gemm_scratch_floats(kernels, w, count)},
                                             ScalarType::Float);
   const trellis::Rows view{rows.const_data_ptr(), dtype_of(x.scalar_type()), count,
@@ -81,8 +83,22 @@ Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
 Tensor trellis_gemm(Tensor x, Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
                     std::optional<Tensor> bias, int64_t codebook, int64_t out_features,
                     ScalarType out_dtype) {
-  return trellis_gemm_isa(x, packed, suh, svh, bias, codebook, out_features, out_dtype,
-                          trellis::best_isa());
+  return run_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype, trellis::kExact,
+                  trellis::best_isa());
+}
+
+Tensor trellis_gemm_act(Tensor x, Tensor packed, std::optional<Tensor> suh,
+                        std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
+                        int64_t out_features, ScalarType out_dtype, int64_t act) {
+  return run_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype,
+                  static_cast<trellis::Act>(act), trellis::best_isa());
+}
+
+Tensor trellis_gemm_isa(Tensor x, Tensor packed, std::optional<Tensor> suh,
+                        std::optional<Tensor> svh, std::optional<Tensor> bias, int64_t codebook,
+                        int64_t out_features, ScalarType out_dtype, int64_t isa) {
+  return run_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype, trellis::kExact,
+                  isa);
 }
 
 Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor> svh,
@@ -159,6 +175,7 @@ int64_t cpu_gemm_isa(int64_t rows) { return trellis::gemm_isa(rows); }
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CPU, m) {
   m.impl("trellis_gemm", TORCH_BOX(&trellis_gemm));
   m.impl("trellis_gemm_inference", TORCH_BOX(&trellis_gemm));
+  m.impl("trellis_gemm_act", TORCH_BOX(&trellis_gemm_act));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("hadamard_128", TORCH_BOX(&hadamard_128));
   m.impl("quantize_tiles", TORCH_BOX(&quantize_tiles));

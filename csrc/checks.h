@@ -109,15 +109,19 @@ inline void out_dtype(const char* op, const char* name, ScalarType dtype) {
                 ", expected float16 or bfloat16 or float32");
 }
 
-inline void tile_words(const char* op, const char* name, int64_t words, int64_t codebook) {
+inline const char* codebook_name(int64_t codebook) {
   static const char* const names[] = {"3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16"};
+  return names[codebook];
+}
+
+inline void tile_words(const char* op, const char* name, int64_t words, int64_t codebook) {
   const bool half = words == 24 || words == 40 || words == 56;
   TRELLIS_CHECK(half || (words % 16 == 0 && words >= 16 && words <= 128), op, ": ", name, " has ",
                 words,
                 " words per tile, expected 16 * bits with bits from 1 to 8, or 24, 40 or 56");
   TRELLIS_CHECK(codebook >= 0 && codebook < 5, op, ": codebook is ", codebook, ", expected 0 to 4");
-  TRELLIS_CHECK(!half || codebook == 2, op, ": codebook ", names[codebook], " at ", words / 16,
-                ".5 bits, expected mul1: half rates exist for mul1 only");
+  TRELLIS_CHECK(!half || codebook == 2, op, ": codebook ", codebook_name(codebook), " at ",
+                words / 16, ".5 bits, expected mul1: half rates exist for mul1 only");
   const bool e4m3 = codebook == 3 && (words < 32 || words > 96);
   TRELLIS_CHECK(!e4m3, op, ": codebook sqg_e4m3 at ", words / 16,
                 " bits, expected bits in 2, 3, 4, 5, 6");
@@ -189,6 +193,12 @@ inline void gemm(const char* op, const Tensor& x, const Tensor& packed,
   out_features(op, features, packed);
   bias(op, added, features, x, packed);
   out_dtype(op, "out_dtype", dtype);
+}
+
+inline void act(const char* op, int64_t got, int64_t codebook) {
+  TRELLIS_CHECK(got == 0 || got == 1, op, ": act is ", got, ", expected 0 to 1");
+  TRELLIS_CHECK(got == 0 || codebook == 2, op, ": act int8 with codebook ", codebook_name(codebook),
+                ", expected mul1");
 }
 
 inline void dequantize(const char* op, const Tensor& packed, const std::optional<Tensor>& suh,

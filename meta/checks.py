@@ -14,6 +14,9 @@ import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
+ACTS = ("exact", "int8")
+"""Accuracies of activations, in the order of the ids that op schemas use."""
+
 _SQG = {3: (32, 48, 64, 80, 96), 4: (80, 96)}
 _NAMES = ("3inst", "mcg", "mul1", "sqg_e4m3", "sqg_fp16")
 _MUL1 = 2
@@ -134,6 +137,42 @@ def gemm(
     out_dtype(op, "out_dtype", dtype)
 
 
+def act_id(op: str, name: str) -> int:
+    if name not in ACTS:
+        raise ValueError(f"{op}: act is {name!r}, expected one of {ACTS}")
+    return ACTS.index(name)
+
+
+def act(op: str, choice: int, codebook: int, device: torch.device) -> None:
+    """Rounded activations, which only mul1 has, and only on a CPU."""
+    if not 0 <= choice < len(ACTS):
+        raise ValueError(f"{op}: act is {choice}, expected 0 to {len(ACTS) - 1}")
+    if choice == 0:
+        return
+    if codebook != _MUL1:
+        raise ValueError(
+            f"{op}: act {ACTS[choice]} with codebook {_NAMES[codebook]}, expected mul1"
+        )
+    if device.type not in ("cpu", "meta"):
+        raise ValueError(f"{op}: act {ACTS[choice]} with x on {device}, expected cpu")
+
+
+def gemm_act(
+    op: str,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    suh: torch.Tensor | None,
+    svh: torch.Tensor | None,
+    added: torch.Tensor | None,
+    codebook: int,
+    out_features: int,
+    dtype: torch.dtype,
+    choice: int,
+) -> None:
+    gemm(op, x, weights, suh, svh, added, codebook, out_features, dtype)
+    act(op, choice, codebook, x.device)
+
+
 def input_grad(
     op: str,
     grad: torch.Tensor,
@@ -228,6 +267,7 @@ def tiles(op: str, tensor: torch.Tensor, words: int, codebook: int) -> None:
 OPS: dict[str, Callable[..., None]] = {
     "trellis_gemm": partial(gemm, "trellis_gemm"),
     "trellis_gemm_inference": partial(gemm, "trellis_gemm"),
+    "trellis_gemm_act": partial(gemm_act, "trellis_gemm"),
     "parity_gemm": partial(gemm, "parity_gemm"),
     "gemm_input_grad": partial(input_grad, "gemm_input_grad"),
     "dequantize": partial(dequantize, "dequantize"),

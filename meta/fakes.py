@@ -18,12 +18,12 @@ def _fake(name: str):
 
 def _register_gemm(name: str) -> None:
     @_fake(name)
-    def fake(x, trellis, suh, svh, bias, codebook, out_features, out_dtype):
-        OPS[name](x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
+    def fake(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, *act):
+        OPS[name](x, trellis, suh, svh, bias, codebook, out_features, out_dtype, *act)
         return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
-for _name in ("trellis_gemm", "trellis_gemm_inference", "parity_gemm"):
+for _name in ("trellis_gemm", "trellis_gemm_inference", "trellis_gemm_act", "parity_gemm"):
     _register_gemm(_name)
 
 

@@ -30,6 +30,8 @@ SCHEMAS: dict[str, str] = {
     # The same kernel without an autograd formula: registering one costs every eager call about
     # ten microseconds, also under no_grad, which a decode step of a few microseconds would feel.
     "trellis_gemm_inference": _GEMM,
+    # The same with rounded activations (ACTS in meta/checks.py); no gradient, and the CPU alone.
+    "trellis_gemm_act": _GEMM.replace(") ->", ", int act) ->"),
     "parity_gemm": _GEMM,
     "gemm_input_grad": (
         "(Tensor grad, Tensor trellis, Tensor? suh, Tensor? svh, int codebook,"

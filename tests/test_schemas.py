@@ -23,6 +23,7 @@ class Interface(TestCase):
             """\
 trellis_ops::trellis_gemm(Tensor x, Tensor trellis, Tensor? suh, Tensor? svh, Tensor? bias, int codebook, SymInt out_features, ScalarType out_dtype) -> Tensor
 trellis_ops::trellis_gemm_inference(Tensor x, Tensor trellis, Tensor? suh, Tensor? svh, Tensor? bias, int codebook, SymInt out_features, ScalarType out_dtype) -> Tensor
+trellis_ops::trellis_gemm_act(Tensor x, Tensor trellis, Tensor? suh, Tensor? svh, Tensor? bias, int codebook, SymInt out_features, ScalarType out_dtype, int act) -> Tensor
 trellis_ops::parity_gemm(Tensor x, Tensor trellis, Tensor? suh, Tensor? svh, Tensor? bias, int codebook, SymInt out_features, ScalarType out_dtype) -> Tensor
 trellis_ops::gemm_input_grad(Tensor grad, Tensor trellis, Tensor? suh, Tensor? svh, int codebook, SymInt in_features, ScalarType out_dtype) -> Tensor
 trellis_ops::dequantize(Tensor trellis, Tensor? suh, Tensor? svh, int codebook, ScalarType dtype) -> Tensor

@@ -48,6 +48,11 @@ def samples() -> dict[str, list[tuple]]:
     return {
         "trellis_gemm": gemm,
         "trellis_gemm_inference": gemm,
+        "trellis_gemm_act": [
+            (torch.randn(2, 200), *half_weights, bias, 2, 300, BF16, 1),
+            (torch.randn(0, 7, 256), *half_weights, None, 2, 384, F32, 1),
+            (torch.randn(256, 3, dtype=F16).t(), *weights, None, 1, 384, F16, 0),
+        ],
         "parity_gemm": gemm,
         "gemm_input_grad": [
             (torch.randn(3, 384, dtype=F16), *weights, 1, 256, F16),

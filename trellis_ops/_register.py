@@ -95,6 +95,7 @@ for _name, _function in {
 for _name, _function in {
     "trellis_gemm": reference.linear,
     "trellis_gemm_inference": reference.linear,
+    "trellis_gemm_act": reference.linear,
     "dequantize": reference.dequantize,
     "hadamard_128": reference.hadamard_128,
     "quantize_tiles": reference.quantize_tiles,
@@ -179,6 +180,7 @@ torch.library.register_autograd(f"{NAMESPACE}::hadamard_128", _hadamard_backward
 # Their results carry no gradient, by contract; a fallthrough says so without the cost of a node.
 for _name in (
     "trellis_gemm_inference",
+    "trellis_gemm_act",
     "_trellis_gemm_isa",
     "rank_sliced_moe_inference",
     "rank_sliced_moe_planned",

@@ -42,9 +42,10 @@ def rank_sliced_moe(
     expert(x) = sum over rank slices r of down_r(act(gate_r(x), up_r(x))), plus down_bias once; each
     projection is the linear layer of :func:`trellis_gemm`. Sums are float32 or wider, over slots
     and slices in their order, and the result is rounded once, so it is deterministic; a row's
-    result does not depend on the other rows (on a GPU: up to 128 tokens). Error bounds are those of
-    :func:`trellis_gemm`, per route. An id below 0 or from E on contributes exactly nothing, and so
-    does an expert that the table says is absent; an id named twice counts twice.
+    result does not depend on the other rows (on a GPU: up to 128 tokens; on a CPU with AMX: where
+    no expert gets more than eight). Error bounds are those of :func:`trellis_gemm`, per route. An
+    id below 0 or from E on contributes exactly nothing, and so does an expert that the table says
+    is absent; an id named twice counts twice.
 
     Args:
         x: float16, bfloat16 or float32 [..., hidden]; may fall short of the padded hidden size by

@@ -26,15 +26,17 @@ def trellis_gemm(
     codebook: str,
     out_features: int | None = None,
     out_dtype: torch.dtype | None = None,
+    act: str = "exact",
 ) -> torch.Tensor:
     """A quantised linear layer: y = H(H(x * suh) @ decode(trellis)) * svh + bias.
 
     H is the orthonormal Hadamard transform of each block of 128 features. Sums are float32 or
     wider and results are rounded once; any finite activation is safe (rows are scaled by a power of
     two on the way). Rotated activations may be rounded to sixteen bits (on the CPU: integers with
-    one scale for 128 of them, whose sums are exact), within the error that follows. Relative L2
-    error against exact arithmetic: at most 5e-4 (float16, float32 output), 3e-3 (bfloat16 output).
-    On the CPU a row's result does not depend on the other rows.
+    one scale for 128 or 512 of them), within the error that follows. Relative L2 error against
+    exact arithmetic: at most 5e-4 (float16, float32 output), 3e-3 (bfloat16 output). On the CPU a
+    row's result does not depend on the other rows; where that has AMX it does so far as more than
+    eight rows have another kernel than fewer.
 
     Args:
         x: float16, bfloat16 or float32 [..., in]; may fall short of the trellis' in_features by
@@ -46,6 +48,10 @@ def trellis_gemm(
         codebook: "3inst", "mcg", "mul1", "sqg_e4m3" or "sqg_fp16".
         out_features: trims the output by less than 128 columns; default: the trellis' own.
         out_dtype: default x.dtype, or the autocast dtype inside an autocast region.
+        act: "exact" (default): the errors above. "int8", for mul1 on a CPU and where x needs no
+            gradient: rotated activations may be rounded to eight bits, with one scale for each 128
+            of them, which is done for one or two rows where the processor has VNNI. The error is
+            then 7e-3 for activations without outliers, and at most 3e-2.
 
     Returns:
         [..., out_features] in out_dtype.
@@ -56,7 +62,7 @@ def trellis_gemm(
 
     The maths is that of the EXL3 format (ExLlamaV3), of the QTIP family (Tseng et al., 2024).
     """
-    return _gemm("trellis_gemm", x, trellis, suh, svh, bias, codebook, out_features, out_dtype)
+    return _gemm("trellis_gemm", x, trellis, suh, svh, bias, codebook, out_features, out_dtype, act)
 
 
 def parity_gemm(
@@ -89,6 +95,7 @@ def _gemm(
     codebook: str,
     out_features: int | None,
     out_dtype: torch.dtype | None,
+    act: str = "exact",
 ) -> torch.Tensor:
     code = codebooks.codebook_id(codebook, op)
     if out_features is None:
@@ -99,8 +106,17 @@ def _gemm(
         out_dtype = default_out_dtype(x)
     checks.gemm(op, x, trellis, suh, svh, bias, code, out_features, out_dtype)
     checks.frozen(op, suh=suh, svh=svh, bias=bias)
+    differentiable = x.requires_grad and torch.is_grad_enabled()
+    if act != "exact":
+        choice = checks.act_id(op, act)
+        checks.act(op, choice, code, x.device)
+        if differentiable:
+            raise ValueError(f"{op}: x requires grad with act {act}, expected act exact")
+        return torch.ops.trellis_ops.trellis_gemm_act(
+            x, trellis, suh, svh, bias, code, out_features, out_dtype, choice
+        )
     function = getattr(torch.ops.trellis_ops, op)
-    if op == "trellis_gemm" and not (x.requires_grad and torch.is_grad_enabled()):
+    if op == "trellis_gemm" and not differentiable:
         function = torch.ops.trellis_ops.trellis_gemm_inference
     return function(x, trellis, suh, svh, bias, code, out_features, out_dtype)
 

@@ -110,10 +110,19 @@ const SlabKernels& slab_kernels(Isa isa) {
   }
 }
 
+const SlabKernels& slab_kernels(Isa isa, [[maybe_unused]] Act act, [[maybe_unused]] int64_t rows) {
+#ifdef TRELLIS_X86
+  const bool vnni = isa == kAvx512Vnni || isa == kAvx512Fp16 || isa == kAmx;
+  if (act == kInt8 && vnni && rows <= kInt8Rows) return int8_slab_kernels();
+#endif
+  return slab_kernels(isa);
+}
+
 const SlabKernels& exact_slab_kernels([[maybe_unused]] Isa isa, [[maybe_unused]] int codebook) {
 #ifdef TRELLIS_X86
-  // Sums of FP16 halves in FP16 are what 3inst and mcg are defined as.
-  if (isa >= kAvx512Fp16 && (codebook == kInst3 || codebook == kMcg)) return slab_kernels(isa);
+  const bool hashed = codebook == kInst3 || codebook == kMcg || codebook == kMul1;
+  if (isa == kAmx && hashed) return exact_amx_slab_kernels();
+  if (isa == kAvx512Fp16 && hashed) return exact_avx512fp16_slab_kernels();
   if (isa >= kAvx512) return exact_avx512_slab_kernels();
 #endif
   return generic_slab_kernels();

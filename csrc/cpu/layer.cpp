@@ -9,26 +9,38 @@
 namespace trellis {
 namespace {
 
+// Rows in blocks of even size, none of which is too small for what the others run on.
+struct RowBlocks {
+  int64_t rows, count;
+
+  RowBlocks(const SlabKernels& kernels, int64_t rows)
+      : rows(rows), count((rows + kernels.row_block - 1) / kernels.row_block) {}
+
+  int64_t first(int64_t block) const {
+    return rows / count * block + std::min(block, rows % count);
+  }
+  int size(int64_t block) const { return static_cast<int>(first(block + 1) - first(block)); }
+};
+
 // Where the parts of gemm's scratch begin; what is prepared takes whole cache lines.
 struct Scratch {
   float *rows, *scales;
   char* prepared;
-  int64_t block_bytes;  // of kernels.row_block rows
+  int64_t block_bytes;
 
-  Scratch(const SlabKernels& kernels, const Matrix& w, int64_t count, float* scratch)
+  Scratch(const SlabKernels& kernels, const Matrix& w, const RowBlocks& blocks, float* scratch)
       : rows(scratch),
-        scales(rows + count * w.in_features()),
-        prepared(
-            reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scales + count) + 63) / 64 * 64)),
-        block_bytes(kernels.prepared_bytes(w, kernels.row_block)) {}
+        scales(rows + blocks.rows * w.in_features()),
+        prepared(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scales + blocks.rows) + 63) /
+                                         64 * 64)),
+        block_bytes(kernels.prepared_bytes(w, blocks.size(0))) {}
 };
 
 }  // namespace
 
 int64_t gemm_scratch_floats(const SlabKernels& kernels, const Matrix& w, int64_t rows) {
-  const int64_t blocks = rows / kernels.row_block;
-  const int64_t bytes = blocks * kernels.prepared_bytes(w, kernels.row_block) +
-                        kernels.prepared_bytes(w, static_cast<int>(rows % kernels.row_block));
+  const RowBlocks blocks(kernels, rows);
+  const int64_t bytes = blocks.count * kernels.prepared_bytes(w, blocks.size(0));
   return rows * (w.in_features() + 1) + (bytes + 63) / 4 + 1;
 }
 
@@ -46,39 +58,39 @@ void gemm_block(const SlabKernels& kernels, const Matrix& w, int64_t out_tile, i
 void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void* bias,
           DType bias_dtype, float* scratch, void* out, DType out_dtype, int64_t out_columns) {
   const Output output{out, out_dtype, out_columns, bias, bias_dtype};
-  const Scratch parts(kernels, w, x.count, scratch);
-  const int64_t row_blocks = (x.count + kernels.row_block - 1) / kernels.row_block;
-  const auto rows_of = [&](int64_t block) {
-    return static_cast<int>(
-        std::min<int64_t>(kernels.row_block, x.count - block * kernels.row_block));
-  };
+  const RowBlocks blocks(kernels, x.count);
+  const Scratch parts(kernels, w, blocks, scratch);
   parallel_for(x.count, 1, [&](int64_t begin, int64_t end) {
+    float* const row = parts.rows + begin * w.in_features();  // one place for all, for the cache
+    int64_t block = 0;
     for (int64_t r = begin; r < end; ++r) {
-      float* const row = parts.rows + r * w.in_features();
+      while (blocks.first(block + 1) <= r) ++block;
       kernels.rotate(w, x, r, row, parts.scales + r);
-      const int64_t block = r / kernels.row_block;
-      kernels.prepare(w, row, static_cast<int>(r % kernels.row_block), rows_of(block),
+      kernels.prepare(w, row, static_cast<int>(r - blocks.first(block)), blocks.size(block),
                       parts.prepared + block * parts.block_bytes);
     }
   });
 
-  const int64_t column_blocks = (w.out_tiles + 7) / 8;
-  parallel_for(column_blocks * row_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) static thread_local float sums[kMostRows * kSlabColumns];
+  // As many column blocks at once as leave every thread two turns.
+  const bool wide = w.out_tiles >= 16 * kernels.column_blocks * thread_count();
+  const int64_t most = wide ? 8 * kernels.column_blocks : 8;
+  const int64_t groups = (w.out_tiles + most - 1) / most;
+  parallel_for(groups * blocks.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t block = item / column_blocks, out_tile = item % column_blocks * 8;
-      const int tiles = static_cast<int>(std::min<int64_t>(8, w.out_tiles - out_tile));
-      const int count = rows_of(block);
-      kernels.multiply(w, out_tile, tiles, parts.prepared + block * parts.block_bytes, count, sums);
-      const int64_t first_column = out_tile * 16;
-      const int columns =
-          static_cast<int>(std::min<int64_t>(tiles * 16, out_columns - first_column));
-      for (int r = 0; r < count; ++r) {
-        const int64_t row = block * kernels.row_block + r;
-        float* const values = sums + r * kSlabColumns;
-        kernels.finish(w, first_column, columns, parts.scales[row], values);
-        kernels.write(output, row, first_column, columns, values);
-      }
+      const int64_t block = item / groups, out_tile = item % groups * most;
+      const int tiles = static_cast<int>(std::min(most, w.out_tiles - out_tile));
+      const auto take = [&](int tile, int first, int count, float* values) {
+        const int64_t column = (out_tile + tile) * 16;
+        const int columns = static_cast<int>(
+            std::min<int64_t>(std::min(8, tiles - tile) * 16, out_columns - column));
+        for (int r = 0; r < count; ++r, values += kSlabColumns) {
+          const int64_t row = blocks.first(block) + first + r;
+          kernels.finish(w, column, columns, parts.scales[row], values);
+          kernels.write(output, row, column, columns, values);
+        }
+      };
+      kernels.multiply(w, out_tile, tiles, parts.prepared + block * parts.block_bytes,
+                       blocks.size(block), take);
     }
   });
 }

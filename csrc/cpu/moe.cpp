@@ -232,17 +232,21 @@ class Experts {
     }
   }
 
-  // Blocks of up to kRowBlock routes of one expert; returns how many.
+  // Blocks of even size, up to kRowBlock routes of one expert; returns how many.
   int64_t cut(int64_t token, int64_t first, int64_t count) {
+    const auto expert_at = [&](int64_t i) {
+      return static_cast<int32_t>(expert_of(token * m_.top_k + s_.order[first + i]));
+    };
     int64_t blocks = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t route = token * m_.top_k + s_.order[first + i];
-      const int32_t expert = static_cast<int32_t>(expert_of(route));
-      Block* const last = s_.blocks + blocks - 1;
-      if (blocks > 0 && last->expert == expert && last->count < kRowBlock)
-        ++last->count;
-      else
-        s_.blocks[blocks++] = Block{expert, static_cast<int32_t>(i), 1};
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+      const int32_t expert = expert_at(begin);
+      while (end < count && expert_at(end) == expert) ++end;
+      const int64_t pieces = (end - begin + kRowBlock - 1) / kRowBlock;
+      for (int64_t piece = 0, at = begin; piece < pieces; ++piece) {
+        const int64_t size = (end - at) / (pieces - piece);
+        s_.blocks[blocks++] = Block{expert, static_cast<int32_t>(at), static_cast<int32_t>(size)};
+        at += size;
+      }
     }
     return blocks;
   }

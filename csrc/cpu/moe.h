@@ -59,7 +59,8 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int6
                             int64_t inner);
 
 // Throws std::runtime_error where the table has no valid matrix for an expert that is hit.
-// A row of y does not depend on the other rows, nor on the number of threads.
+// A row of y does not depend on the number of threads, nor on the other rows, but for whether its experts
+// have more of them than the kernel's few_rows.
 void moe(Isa isa, const Moe& m, void* workspace);
 
 }  // namespace trellis

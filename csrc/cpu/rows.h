@@ -6,7 +6,9 @@
 #include <cmath>
 #include <cstring>
 
-#ifdef __F16C__
+#ifdef __AVX512F__
+#include "avx512.h"
+#elif defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -22,6 +24,12 @@ inline void widen(const void* data, int64_t first, int count, DType dtype, float
     case DType::Half: {
       const uint16_t* from = static_cast<const uint16_t*>(data) + first;
       int i = 0;
+#ifdef __AVX512F__
+      for (; i + 16 <= count; i += 16)
+        _mm512_storeu_ps(
+            out + i,
+            _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+#endif
 #ifdef __F16C__
       for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(
@@ -55,7 +63,21 @@ inline void narrow(const float* values, int count, DType dtype, void* data, int6
     }
     case DType::BFloat16: {
       uint16_t* to = static_cast<uint16_t*>(data) + first;
-      for (int i = 0; i < count; ++i) to[i] = bfloat16_from_float(values[i]);
+      int i = 0;
+#ifdef __AVX512F__
+      for (; i + 16 <= count; i += 16) {
+        const __m512 value = _mm512_loadu_ps(values + i);
+        const __m512i bits = _mm512_castps_si512(value), upper = _mm512_srli_epi32(bits, 16);
+        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+        const __m512i quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+        const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                            _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, quiet)));
+      }
+#endif
+      for (; i < count; ++i) to[i] = bfloat16_from_float(values[i]);
       return;
     }
     default:

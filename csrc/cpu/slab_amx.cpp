@@ -1,35 +1,66 @@
 // The GEMM on processors with a matrix unit for bytes (AMX-INT8), beside AVX-512 with FP16 arithmetic.
 //
-// The integers of slab_integer.h, weights and activations, are cut into an upper and a lower byte; four
-// products of bytes give the same exact sums of 128 products, so a row has the same bits here as where few
-// rows make vectors the better choice.
+// Weights and activations become 16-bit integers, finer ones than those of slab_integer.h, and are cut into
+// an upper and a lower byte. Three products of bytes find what counts of their product; the fourth, of both
+// lower bytes, is left out. It is 7e-5 of the whole: an activation's lower byte is signed, so that it is zero
+// on average, and of a weight's, which is not signed, the average is made up for.
+//
+// The unit adds up the products of 512 inputs before its sums are taken, and so long have the activations
+// one scale.
 #ifdef TRELLIS_X86
 #include "slab_fp16_avx512.h"
 
 namespace trellis {
 namespace {
 
-// How far a codebook's integers are shifted up before they are cut, as far as sixteen bits allow.
-template <typename Codebook>
-constexpr int shift_of() {
-  int shift = 0;
-  while (Codebook::kLargest * (2 << shift) <= 32768) ++shift;
-  return shift;
-}
+constexpr int kSteps = 8;           // of a panel
+constexpr int kPanel = 4 * kSteps;  // tiles, one above the other, that share a scale: 512 inputs
+constexpr float kLargestInput = 32512;  // the largest integer whose lower byte is zero
 
-// Four tiles, 64 inputs, at a time: one step of the matrix unit.
-constexpr int kSteps = kDepth / 4;
+inline int64_t panels_of(const Matrix& w) { return (w.in_tiles + kPanel - 1) / kPanel; }
 
-// Bytes of one step, sixteen columns or rows of 64 inputs each, in an order of inputs that weights and
-// activations share.
+// Bytes of four tiles, 64 inputs, of sixteen columns or rows, in an order of inputs that weights and
+// activations share: one step of the matrix unit.
 struct alignas(64) Step {
   int8_t upper[16][64], lower[16][64];
 };
 
-// The activations of sixteen rows in one block of inputs, transposed: 4 inputs, 16 rows, 4 inputs, ...
+// The activations of sixteen rows in one panel, transposed: 4 inputs, 16 rows, 4 inputs, ...
 struct alignas(64) RowTile {
   Step steps[kSteps];
-  float scales[16], totals[16];
+  float scales[16],
+      lows[16];  // of the integers; the sums of their lower bytes, in the inputs' unit
+};
+
+// A weight is an integer times kScale, and that integer's lower byte kLow on average.
+struct Weights : Fp16 {
+  template <int kCodebook>
+  struct TwoHalves {
+    static constexpr float kScale = 0x1p-13f, kLow = 124;
+
+    static __m512i value(__m512i states) {
+      const __m512h sum = Fp16::TwoHalves<kCodebook>::sum(states);
+      return _mm512_cvtph_epi16(_mm512_add_ph(sum, sum));
+    }
+  };
+
+  struct ByteSum {
+    static constexpr float kScale = 0x1p-13f, kLow = 124;
+
+    static __m512i value(__m512i states) {
+      return _mm512_cvtph_epi16(rounded<13>(Fp16::ByteSum{}.value(states)));
+    }
+  };
+
+  struct Lookup : LookupRange {
+    static constexpr float kScale = LookupRange::kScale / 4,
+                           kLow = 64;  // of both that are looked up
+    const float* values;
+
+    __m512i value(__m512i states) const {
+      return _mm512_slli_epi16(Fp16::Lookup{{}, values}.value(states), 2);
+    }
+  };
 };
 
 // The bytes of one strip of four tiles: for each plane, column c and column c + 8.
@@ -48,6 +79,44 @@ inline StripBytes bytes_of(__m512i a, __m512i b, __m512i c, __m512i d) {
   const __m512i u = upper(a, b), v = upper(c, d), m = lower(a, b), n = lower(c, d);
   return {{_mm512_unpacklo_epi64(u, v), _mm512_unpackhi_epi64(u, v)},
           {_mm512_unpacklo_epi64(m, n), _mm512_unpackhi_epi64(m, n)}};
+}
+
+// Where a column's bytes out of bytes_of have their inputs, in bytes packed lane by lane from four vectors
+// of sixteen inputs.
+struct InputOrder {
+  alignas(64) uint8_t inputs[64];
+
+  constexpr InputOrder() : inputs() {
+    for (int i = 0; i < 64; ++i) {
+      const int tile = (i >> 3 & 1) * 2 + (i & 1);
+      const int input = input_of((i >> 4) * 8 + (i >> 1 & 3));
+      inputs[i] = static_cast<uint8_t>(input / 4 * 16 + tile * 4 + input % 4);
+    }
+  }
+};
+
+// Columns become rows.
+inline void transpose(__m512 (&v)[16]) {
+  // Fours of lanes first, then the fours themselves.
+  for (int i = 0; i < 16; i += 4) {
+    const __m512 a = _mm512_unpacklo_ps(v[i], v[i + 1]), b = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    const __m512 c = _mm512_unpacklo_ps(v[i + 2], v[i + 3]),
+                 d = _mm512_unpackhi_ps(v[i + 2], v[i + 3]);
+    v[i] = _mm512_shuffle_ps(a, c, 0x44);
+    v[i + 1] = _mm512_shuffle_ps(a, c, 0xEE);
+    v[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+    v[i + 3] = _mm512_shuffle_ps(b, d, 0xEE);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88),
+                 b = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xDD);
+    const __m512 c = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88),
+                 d = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xDD);
+    v[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+    v[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    v[i + 8] = _mm512_shuffle_f32x4(a, c, 0xDD);
+    v[i + 12] = _mm512_shuffle_f32x4(b, d, 0xDD);
+  }
 }
 
 // Compilers do not see what the tile instructions read and write in memory.
@@ -88,48 +157,76 @@ class TileShapes {
 
 struct Amx {
   using Few = Slab<Fp16>;
-  static constexpr int kRowBlock = kMostRows;
+  static constexpr int kRowBlock = 512, kColumnBlocks = 2;
   static constexpr int kFewRows = 8;  // leave the matrix unit too empty
 
   static int64_t row_tiles(int rows) { return (rows + 15) / 16; }
+  static int columns_of(int tiles) {
+    return (tiles + 1) / 2 * 32;
+  }  // which meet rows in pairs of tiles
 
   static int64_t prepared_bytes(const Matrix& w, int rows) {
     if (rows <= kFewRows) return Few::prepared_bytes(w, rows);
-    return row_tiles(rows) * input_blocks(w) * static_cast<int64_t>(sizeof(RowTile));
+    return row_tiles(rows) * panels_of(w) * static_cast<int64_t>(sizeof(RowTile));
   }
 
   static void prepare(const Matrix& w, const float* x, int row, int rows, void* prepared) {
     if (rows <= kFewRows) return Few::prepare(w, x, row, rows, prepared);
-    RowTile* const tiles = static_cast<RowTile*>(prepared) + row / 16;
-    quantise_row<Fp16>(w, x, [&](int64_t block, const Inputs& inputs) {
-      put(inputs, row % 16, tiles[block * row_tiles(rows)]);
-    });
-    if (row + 1 < rows) return;
-    const Inputs inputs = {};  // the last tile may have room for more rows
-    for (int empty = rows % 16; empty % 16 != 0; ++empty)
-      for (int64_t block = 0; block < input_blocks(w); ++block)
-        put(inputs, empty, tiles[block * row_tiles(rows)]);
+    RowTile* tile = static_cast<RowTile*>(prepared) + row / 16;
+    for (int64_t in_tile = 0; in_tile < w.in_tiles; in_tile += kPanel, tile += row_tiles(rows)) {
+      const int depth = static_cast<int>(std::min<int64_t>(kPanel, w.in_tiles - in_tile));
+      quantise(x + in_tile * 16, depth, row % 16, *tile);
+      if (row + 1 < rows) continue;
+      for (int empty = row % 16 + 1; empty < 16; ++empty) quantise(nullptr, 0, empty, *tile);
+    }
   }
 
-  static void put(const Inputs& inputs, int row, RowTile& to) {
+  // One row's inputs of `depth` tiles.
+  static void quantise(const float* x, int depth, int row, RowTile& to) {
     const __m512i places =
         _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    to.scales[row] = inputs.scale;
-    to.totals[row] = inputs.total;
+    float largest, magnitude;
+    Fp16::magnitudes(x, depth, &largest, &magnitude);
+    const bool finite = magnitude <= 3e38f;
+    float factor = 1.0f;
+    if (finite && largest > 0) factor = std::min(kLargestInput / largest, 0x1p120f);
+    if (!finite) depth = 0;
+    __m512i lows = _mm512_setzero_si512();
+    static constexpr InputOrder kOrder;
+    const __m512i order = _mm512_load_si512(kOrder.inputs);
     for (int s = 0; s < kSteps; ++s) {
-      const int16_t (*const words)[kStrip] = inputs.words + 4 * s;
-      const StripBytes bytes = bytes_of(Fp16::load(words[0]), Fp16::load(words[1]),
-                                        Fp16::load(words[2]), Fp16::load(words[3]));
-      _mm512_i32scatter_epi32(to.steps[s].upper[0] + 4 * row, places, bytes.upper[0], 4);
-      _mm512_i32scatter_epi32(to.steps[s].lower[0] + 4 * row, places, bytes.lower[0], 4);
+      const auto rounded = [&](int i) {
+        if (4 * s + i >= depth) return _mm512_setzero_si512();
+        const __m512 inputs = _mm512_loadu_ps(x + (4 * s + i) * 16);
+        return _mm512_cvtps_epi32(_mm512_mul_ps(inputs, _mm512_set1_ps(factor)));
+      };
+      const __m512i a = _mm512_packs_epi32(rounded(0), rounded(1)),
+                    b = _mm512_packs_epi32(rounded(2), rounded(3));
+      const auto upper_of = [](__m512i words) {  // the nearest multiple of 256
+        return _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+      };
+      const auto lower_of = [](__m512i words) {
+        return _mm512_and_si512(words, _mm512_set1_epi16(255));
+      };
+      const __m512i upper =
+          _mm512_permutexvar_epi8(order, _mm512_packs_epi16(upper_of(a), upper_of(b)));
+      const __m512i lower =
+          _mm512_permutexvar_epi8(order, _mm512_packus_epi16(lower_of(a), lower_of(b)));
+      lows = _mm512_dpbusd_epi32(lows, _mm512_set1_epi8(1), lower);
+      _mm512_i32scatter_epi32(to.steps[s].upper[0] + 4 * row, places, upper, 4);
+      _mm512_i32scatter_epi32(to.steps[s].lower[0] + 4 * row, places, lower, 4);
     }
+    // One value that is not finite makes every result NaN.
+    const float scale = finite ? 1.0f / factor : magnitude - magnitude;
+    to.scales[row] = scale;
+    to.lows[row] = static_cast<float>(_mm512_reduce_add_epi32(lows)) * scale;
   }
 
   // Steps of one output tile: [column][64 inputs].
   template <int kWords, typename Codebook, int... kStripIndex>
   static void decode(const int16_t* packed, int64_t stride, int depth, const Codebook& codebook,
                      Step* steps, std::integer_sequence<int, kStripIndex...>) {
-    for (int s = 0; s < kSteps; ++s) {
+    for (int s = 0; 4 * s < depth; ++s) {
       const int16_t* tiles[4];
       for (int i = 0; i < 4; ++i) {
         // Where there is no tile any other will do: the activations are zero.
@@ -138,10 +235,7 @@ struct Amx {
       }
       const auto strip = [&](auto index) {
         constexpr int c = decltype(index)::value;
-        const auto words = [&](int i) {
-          return _mm512_slli_epi16(codebook.value(Fp16::states<kWords, c>(tiles[i])),
-                                   shift_of<Codebook>());
-        };
+        const auto words = [&](int i) { return codebook.value(Fp16::states<kWords, c>(tiles[i])); };
         const StripBytes bytes = bytes_of(words(0), words(1), words(2), words(3));
         for (int h = 0; h < 2; ++h) {
           _mm512_store_si512(steps[s].upper[c + 8 * h], bytes.upper[h]);
@@ -155,154 +249,127 @@ struct Amx {
     }
   }
 
-  // Exact sums of sixteen columns and sixteen rows, in three parts; two output tiles.
-  struct alignas(64) Parts {
-    int32_t highest[16][16], middle[16][16], lowest[16][16];
-  };
-
-  // sums[column][row] += scale * parts, for two of the columns of two output tiles.
-  template <int kShift, int kColumn>
-  static void add(const Parts (&parts)[2], __m512 scales, float* sums) {
-    for (int c = kColumn; c < kColumn + 2; ++c) {
-      const Parts& part = parts[c / 16];
-      const __m512i high = _mm512_slli_epi32(_mm512_load_si512(part.highest[c % 16]), 16 - kShift);
-      const __m512i mid = _mm512_slli_epi32(_mm512_load_si512(part.middle[c % 16]), 8 - kShift);
-      const __m512i low = _mm512_srli_epi32(_mm512_load_si512(part.lowest[c % 16]), kShift);
-      const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(high, mid), low);
-      _mm512_store_ps(sums + c * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales,
-                                                     _mm512_load_ps(sums + c * 16)));
-    }
-  }
-
-  // Sums that the unit found and that are still to be added.
+  // Sums of sixteen columns and sixteen rows, of two output tiles; what they are worth, and where they go.
   struct Found {
-    Parts parts[2];
+    alignas(64) int32_t high[2][16][16], middle[2][16][16];
     const float* scales;
     float* sums;
   };
 
-  // One step of two output tiles that meet one tile of rows, whose bytes are loaded once. Between the
-  // unit's products, which take sixteen cycles each, vectors add what it found before.
-  template <int kShift, int kStep>
-  static void meet(const Step& first, const Step& second, const Step& rows, const Found& before) {
-    constexpr int kColumn = kStep * 16;
-    const __m512 scales = _mm512_load_ps(before.scales);
-    float* const sums = before.sums;
-    _tile_loadd(6, rows.upper, 64);
-    _tile_loadd(7, first.upper, 64);
-    _tile_dpbssd(0, 7, 6);
-    add<kShift, kColumn>(before.parts, scales, sums);
-    _tile_loadd(7, first.lower, 64);
-    _tile_dpbusd(1, 7, 6);
-    add<kShift, kColumn + 2>(before.parts, scales, sums);
-    _tile_loadd(7, second.upper, 64);
-    _tile_dpbssd(3, 7, 6);
-    add<kShift, kColumn + 4>(before.parts, scales, sums);
-    _tile_loadd(7, second.lower, 64);
-    _tile_dpbusd(4, 7, 6);
-    add<kShift, kColumn + 6>(before.parts, scales, sums);
-    _tile_loadd(6, rows.lower, 64);
-    _tile_dpbuud(5, 7, 6);
-    add<kShift, kColumn + 8>(before.parts, scales, sums);
-    _tile_loadd(7, first.upper, 64);
-    _tile_dpbsud(1, 7, 6);
-    add<kShift, kColumn + 10>(before.parts, scales, sums);
-    _tile_loadd(7, second.upper, 64);
-    _tile_dpbsud(4, 7, 6);
-    add<kShift, kColumn + 12>(before.parts, scales, sums);
-    _tile_loadd(7, first.lower, 64);
-    _tile_dpbuud(2, 7, 6);
-    add<kShift, kColumn + 14>(before.parts, scales, sums);
+  // sums[column][row] += scale * (256 * high + middle), for one column of two output tiles.
+  static void add(const Found& found, int column, __m512 scales) {
+    const auto at = [&](const int32_t (&part)[2][16][16]) {
+      return _mm512_cvtepi32_ps(_mm512_load_si512(part[column / 16][column % 16]));
+    };
+    const __m512 sum = _mm512_fmadd_ps(at(found.high), _mm512_set1_ps(256), at(found.middle));
+    float* const to = found.sums + column * 16;
+    _mm512_store_ps(to, _mm512_fmadd_ps(sum, scales, _mm512_load_ps(to)));
   }
 
-  template <int kShift>
-  static void meet(const Step (&weights)[2][kSteps], const RowTile& rows, const Found& before,
-                   Found& found) {
-    static_assert(kSteps == 2);
+  // Two output tiles meet one tile of rows. Between the unit's products, which take sixteen cycles each,
+  // vectors add what it found before.
+  static void meet(const Step (&weights)[2][kSteps], const RowTile& rows, int steps,
+                   const Found& before, Found& found) {
+    const __m512 scales = _mm512_load_ps(before.scales);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
-    meet<kShift, 0>(weights[0][0], weights[1][0], rows.steps[0], before);
-    meet<kShift, 1>(weights[0][1], weights[1][1], rows.steps[1], before);
-    _tile_stored(0, found.parts[0].highest, 64);
-    _tile_stored(1, found.parts[0].middle, 64);
-    _tile_stored(2, found.parts[0].lowest, 64);
-    _tile_stored(3, found.parts[1].highest, 64);
-    _tile_stored(4, found.parts[1].middle, 64);
-    _tile_stored(5, found.parts[1].lowest, 64);
+    for (int s = 0; s < kSteps; ++s) {
+      if (s < steps) {
+        const Step &first = weights[0][s], &second = weights[1][s], &x = rows.steps[s];
+        _tile_loadd(4, x.upper, 64);
+        _tile_loadd(5, first.upper, 64);
+        _tile_dpbssd(0, 5, 4);
+        _tile_loadd(6, second.upper, 64);
+        _tile_dpbssd(2, 6, 4);
+        _tile_loadd(7, x.lower, 64);
+        _tile_dpbssd(1, 5, 7);
+        _tile_dpbssd(3, 6, 7);
+        _tile_loadd(5, first.lower, 64);
+        _tile_dpbusd(1, 5, 4);
+        _tile_loadd(6, second.lower, 64);
+        _tile_dpbusd(3, 6, 4);
+      }
+      for (int c = 0; c < 4; ++c) add(before, 4 * s + c, scales);
+    }
+    _tile_stored(0, found.high[0], 64);
+    _tile_stored(1, found.middle[0], 64);
+    _tile_stored(2, found.high[1], 64);
+    _tile_stored(3, found.middle[1], 64);
   }
 
-  template <int kShift, int... kPair>
-  static void add_all(const Found& found, std::integer_sequence<int, kPair...>) {
-    const __m512 scales = _mm512_load_ps(found.scales);
-    (add<kShift, 2 * kPair>(found.parts, scales, found.sums), ...);
-  }
-
-  // The unit works on one pair of output tiles while the vectors decode the next, and its sums are added
-  // a step later: what it reads or writes is then out of the way of stores and loads.
+  // The unit's sums are added a turn later: what it reads or writes is then out of the way of stores and
+  // loads.
   template <int kWords, typename Codebook>
   static void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int tiles,
                          const RowTile* inputs, int rows, float* sums) {
-    constexpr int kShift = shift_of<Codebook>();
-    Step weights[2][2][kSteps];
+    Step weights[2][kSteps];
     const int64_t stride = w.out_tiles * kWords, count = row_tiles(rows);
-    const int64_t pairs = (tiles + 1) / 2, items = input_blocks(w) * pairs;
-    const auto decode_item = [&](int64_t item) {
-      const int64_t in_tile = item / pairs * kDepth, t = item % pairs * 2;
-      const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - in_tile));
-      // Where there is no second tile any other will do: nobody takes its sums.
-      for (int i = 0; i < 2; ++i)
-        decode<kWords>(w.trellis + in_tile * stride +
-                           (out_tile + std::min<int64_t>(t + i, tiles - 1)) * kWords,
-                       stride, depth, codebook, weights[item % 2][i],
-                       std::make_integer_sequence<int, kStrips>{});
-      all_of_memory(weights);
-    };
     Found found[2] = {};
     found[1].scales = inputs->scales;  // nothing was found yet: zeros
     found[1].sums = sums;
     int turn = 0;
-    decode_item(0);
-    for (int64_t item = 0; item < items; ++item) {
-      if (item + 1 < items) decode_item(item + 1);
-      const RowTile* const row_tile = inputs + item / pairs * count;
-      for (int64_t tile = 0; tile < count; ++tile, turn ^= 1) {
-        // A part of what the next block of inputs needs, which may be beyond the second-level cache.
-        constexpr int kPart = sizeof(RowTile) / 4;
-        const char* const next =
-            reinterpret_cast<const char*>(row_tile + count + tile) + item % pairs * kPart;
-        for (int byte = 0; byte < kPart; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-        meet<kShift>(weights[item % 2], row_tile[tile], found[turn ^ 1], found[turn]);
-        found[turn].scales = row_tile[tile].scales;
-        found[turn].sums = sums + (tile * kSlabColumns + item % pairs * 32) * 16;
+    for (int64_t in_tile = 0; in_tile < w.in_tiles; in_tile += kPanel, inputs += count) {
+      const int depth = static_cast<int>(std::min<int64_t>(kPanel, w.in_tiles - in_tile));
+      for (int t = 0; t < tiles; t += 2) {
+        // Where there is no second tile any other will do: nobody takes its sums.
+        for (int i = 0; i < 2; ++i)
+          decode<kWords>(
+              w.trellis + in_tile * stride + (out_tile + std::min(t + i, tiles - 1)) * kWords,
+              stride, depth, codebook, weights[i], std::make_integer_sequence<int, kStrips>{});
+        all_of_memory(weights);
+        for (int64_t tile = 0; tile < count; ++tile, turn ^= 1) {
+          meet(weights, inputs[tile], (depth + 3) / 4, found[turn ^ 1], found[turn]);
+          found[turn].scales = inputs[tile].scales;
+          found[turn].sums = sums + (tile * columns_of(tiles) + t * 16) * 16;
+        }
       }
     }
-    add_all<kShift>(found[turn ^ 1], std::make_integer_sequence<int, 16>{});
+    const Found& last = found[turn ^ 1];
+    for (int c = 0; c < 32; ++c) add(last, c, _mm512_load_ps(last.scales));
   }
 
   static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
-                       float* sums) {
-    if (rows <= kFewRows) return Few::multiply(w, out_tile, tiles, prepared, rows, sums);
+                       const Take& take) {
+    if (rows <= kFewRows) {
+      for (int t = 0; t < tiles; t += 8)
+        Few::multiply(w, out_tile + t, std::min(8, tiles - t), prepared, rows,
+                      [&](int, int row, int count, float* sums) { take(t, row, count, sums); });
+      return;
+    }
+    const int columns = columns_of(tiles);
     const TileShapes shapes;
-    alignas(64) static thread_local float transposed[kMostRows * kSlabColumns];
-    std::memset(transposed, 0, sizeof(float) * row_tiles(rows) * 16 * kSlabColumns);
+    alignas(64) static thread_local float transposed[kRowBlock * kColumnBlocks * kSlabColumns];
+    std::memset(transposed, 0, sizeof(float) * row_tiles(rows) * 16 * columns);
     const RowTile* const inputs = static_cast<const RowTile*>(prepared);
-    with_codebook<Fp16>(w, [&](const auto& codebook) {
+    with_codebook<Weights>(w, [&](const auto& codebook) {
+      using Codebook = std::decay_t<decltype(codebook)>;
       with_rate(w.tile_words, [&](auto words) {
         accumulate<words.value>(w, codebook, out_tile, tiles, inputs, rows, transposed);
       });
-      const int64_t blocks = input_blocks(w);
-      for (int r = 0; r < rows; ++r) {
-        float* const row = sums + r * kSlabColumns;
-        for (int c = 0; c < kSlabColumns; ++c)
-          row[c] = transposed[(r / 16 * kSlabColumns + c) * 16 + r % 16];
-        float total = 0;
-        for (int64_t block = 0; block < blocks; ++block)
-          total += inputs[block * row_tiles(rows) + r / 16].totals[r % 16];
-        rescale<std::decay_t<decltype(codebook)>>(total, row);
+      const int64_t count = row_tiles(rows);
+      for (int64_t tile = 0; tile < count; ++tile) {
+        __m512 offsets = _mm512_setzero_ps();
+        for (int64_t panel = 0; panel < panels_of(w); ++panel) {
+          const __m512 lows = _mm512_load_ps(inputs[panel * count + tile].lows);
+          offsets = _mm512_fmadd_ps(lows, _mm512_set1_ps(Codebook::kLow), offsets);
+        }
+        alignas(64) float part[16 * kSlabColumns];
+        for (int t = 0; t < tiles; ++t) {
+          const float* const from = transposed + (tile * columns + t * 16) * 16;
+          __m512 values[16];
+          for (int c = 0; c < 16; ++c)
+            values[c] = _mm512_mul_ps(
+                _mm512_fmadd_ps(_mm512_load_ps(from + c * 16), _mm512_set1_ps(256), offsets),
+                _mm512_set1_ps(Codebook::kScale));
+          transpose(values);
+          for (int r = 0; r < 16; ++r)
+            _mm512_store_ps(part + r * kSlabColumns + t % 8 * 16, values[r]);
+          if (t % 8 == 7 || t + 1 == tiles)
+            take(t / 8 * 8, static_cast<int>(tile) * 16,
+                 std::min(16, rows - static_cast<int>(tile) * 16), part);
+        }
       }
     });
   }
@@ -312,6 +379,20 @@ struct Amx {
 
 const SlabKernels& amx_slab_kernels() {
   static const SlabKernels kernels = integer_kernels<Amx>("amx");
+  return kernels;
+}
+
+const SlabKernels& exact_amx_slab_kernels() {
+  static const SlabKernels kernels = [] {
+    SlabKernels same = amx_slab_kernels();
+    same.product = [](const Matrix& w, int64_t out_tile, int tiles, const float* x,
+                      int64_t x_stride, int rows, float* sums) {
+      const bool few = rows <= Amx::kFewRows;
+      (few ? exact_avx512fp16_slab_kernels() : amx_slab_kernels())
+          .product(w, out_tile, tiles, x, x_stride, rows, sums);
+    };
+    return same;
+  }();
   return kernels;
 }
 

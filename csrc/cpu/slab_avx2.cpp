@@ -38,6 +38,8 @@ struct Avx2 {
   static constexpr int kLanes = 16, kRowsAtOnce = 1;
   using Words = __m256i;
   using Lanes = __m256i;
+  template <int kWords>
+  using Layout = Strips<Avx2, kWords>;
 
   static Words load(const int16_t* from) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
@@ -114,7 +116,8 @@ struct Avx2 {
     for (float lane : lanes) *sum += lane;
   }
 
-  static void round(const float* x, int depth, float factor, int16_t (*words)[kStrip], int* total) {
+  static void round(int, const float* x, int depth, float factor, int16_t (*words)[kStrip],
+                    int* total) {
     // A lane of packed words has eight inputs, of which each four serve two columns.
     const __m256i order = _mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11,  //
                                            4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
@@ -159,19 +162,21 @@ struct Avx2 {
     return {low, high};
   }
 
+  // What follows must be inlined everywhere: no vector register outlives a call, so one would spill all sums.
+
   // A half of a hash is +-(1024 + mantissa) << e in units of 2^-13; e is two of its upper bits, exchanged.
   template <int kCodebook>
   struct TwoHalves : HalvesRange {
     static constexpr float kOffset = kTiesUp;
 
-    static __m256i half(__m256i hash, __m256i power) {
+    [[gnu::always_inline]] static __m256i half(__m256i hash, __m256i power) {
       const __m256i mantissa = _mm256_xor_si256(_mm256_and_si256(hash, _mm256_set1_epi16(0x3FF)),
                                                 _mm256_set1_epi16(0x400 | (kHalvesXor & 0x3FF)));
       const __m256i nonzero = _mm256_or_si256(hash, _mm256_set1_epi16(1));
       return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, power), nonzero);
     }
 
-    Words value(Words states) const {
+    [[gnu::always_inline]] Words value(Words states) const {
       const Hashes hash = hashes<kCodebook>(states);
       // Both halves' powers are looked up at once, by the lower four bits of their upper bytes.
       const __m256i index = _mm256_or_si256(
@@ -189,7 +194,7 @@ struct Avx2 {
   };
 
   struct ByteSum : ByteSumRange {
-    Words value(Words states) const {
+    [[gnu::always_inline]] Words value(Words states) const {
       const Hashes hash = hashes<kMul1>(states);
       const __m256i one = _mm256_set1_epi8(1);
       return _mm256_add_epi16(_mm256_maddubs_epi16(hash.low, one),
@@ -200,7 +205,7 @@ struct Avx2 {
   struct Lookup : LookupRange {
     const float* values;
 
-    Words value(Words states) const {
+    [[gnu::always_inline]] Words value(Words states) const {
       const auto rounded = [&](__m256i index) {
         const __m256 found = _mm256_i32gather_ps(values, index, 4);
         return _mm256_cvtps_epi32(_mm256_mul_ps(found, _mm256_set1_ps(1 / kScale)));

@@ -26,6 +26,8 @@ struct Places {
 };
 
 struct Plain : Avx512 {
+  template <int kWords>
+  using Layout = Strips<Plain, kWords>;
   template <int kCodebook>
   using TwoHalves = IntegerHalves<kCodebook>;
 

@@ -58,15 +58,21 @@ struct Avx512 {
     *sum = _mm512_reduce_add_ps(total);
   }
 
-  static void round(const float* x, int depth, float factor, int16_t (*words)[kStrip], int* total) {
+  static void round(int, const float* x, int depth, float factor, int16_t (*words)[kStrip],
+                    int* total) {
     static constexpr StripOrder kOrder;
+    round(load(kOrder.inputs), x, depth, factor, words, total);
+  }
+
+  static void round(Words order, const float* x, int depth, float factor, int16_t (*words)[kStrip],
+                    int* total) {
     __m512i sum = _mm512_setzero_si512();
     for (int k = 0; k < depth; ++k) {
       const __m512i rounded =
           _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k * 16), _mm512_set1_ps(factor)));
       sum = _mm512_add_epi32(sum, rounded);
       const __m512i narrow = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(rounded));
-      store(words[k], _mm512_permutexvar_epi16(load(kOrder.inputs), narrow));
+      store(words[k], _mm512_permutexvar_epi16(order, narrow));
     }
     *total = _mm512_reduce_add_epi32(sum);
   }

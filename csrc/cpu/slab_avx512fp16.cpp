@@ -9,5 +9,10 @@ const SlabKernels& avx512fp16_slab_kernels() {
   return kernels;
 }
 
+const SlabKernels& exact_avx512fp16_slab_kernels() {
+  static const SlabKernels kernels = integer_kernels<Slab<RoundedFp16>>("avx512 fp16 exact");
+  return kernels;
+}
+
 }  // namespace trellis
 #endif

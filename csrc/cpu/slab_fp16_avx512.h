@@ -1,4 +1,4 @@
-// The values of 3inst and mcg, on processors that add FP16 numbers.
+// The values of 3inst, mcg and mul1 as the codebooks round them, on processors that calculate with FP16 numbers.
 #pragma once
 
 #include "slab_vbmi_avx512.h"
@@ -17,11 +17,32 @@ struct Fp16 : Vbmi {
           hash, _mm512_set1_epi32(static_cast<int>(kHalvesAnd)), _mm512_set1_epi16(kXor), 0x6A));
     }
 
-    __m512i value(__m512i states) const {
+    static __m512h sum(__m512i states) {  // times 2^12
       const Hashes hash = hashes<kCodebook>(states);
-      const __m512h sum = _mm512_add_ph(half(hash.low), half(hash.high));
-      return _mm512_cvtph_epi16(
-          _mm512_mul_ph(sum, _mm512_castsi512_ph(_mm512_set1_epi16(0x3800))));  // a half
+      return _mm512_add_ph(half(hash.low), half(hash.high));
+    }
+
+    __m512i value(__m512i states) const {
+      const __m512h half = _mm512_castsi512_ph(_mm512_set1_epi16(0x3800));
+      return _mm512_cvtph_epi16(_mm512_mul_ph(sum(states), half));
+    }
+  };
+
+  // mul1's, times 2^kPower: one rounding, as of the codebook's own formula, whose constants are FP16.
+  template <int kPower>
+  static __m512h rounded(__m512i sums) {
+    const auto constant = [](float value) {
+      return _mm512_set1_ph(static_cast<_Float16>(value * (1 << kPower)));
+    };
+    return _mm512_fmadd_ph(_mm512_cvtepi16_ph(sums), constant(kMul1Scale), constant(kMul1Offset));
+  }
+};
+
+// The same with mul1 rounded: for layers that others follow, whose errors add up.
+struct RoundedFp16 : Fp16 {
+  struct ByteSum : HalvesRange {
+    __m512i value(__m512i states) const {
+      return _mm512_cvtph_epi16(rounded<11>(Fp16::ByteSum{}.value(states)));
     }
   };
 };

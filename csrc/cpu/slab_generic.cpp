@@ -79,16 +79,18 @@ void prepare(const Matrix& w, const float* x, int row, int, void* prepared) {
 }
 
 void multiply_prepared(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
-                       float* sums) {
+                       const Take& take) {
+  alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
   product(w, out_tile, tiles, static_cast<const float*>(prepared), w.in_features(), rows, sums);
+  take(0, 0, rows, sums);
 }
 
 }  // namespace
 
 const SlabKernels& generic_slab_kernels() {
-  static const SlabKernels kernels{"generic", decode,         product, kRowBlock,
-                                   0,         prepared_bytes, prepare, multiply_prepared,
-                                   rotate,    finish,         write};
+  static const SlabKernels kernels{"generic", decode,         product, kRowBlock,         1,
+                                   0,         prepared_bytes, prepare, multiply_prepared, rotate,
+                                   finish,    write};
   return kernels;
 }
 

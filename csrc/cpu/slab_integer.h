@@ -61,7 +61,8 @@ struct alignas(64) Inputs {
 inline int64_t input_blocks(const Matrix& w) { return (w.in_tiles + kDepth - 1) / kDepth; }
 
 template <typename V>
-void quantise(const float* x, int depth, float largest_weight, Inputs& to) {
+void quantise(const Matrix& w, const float* x, int depth, float largest_weight, float largest_input,
+              Inputs& to) {
   float largest, magnitude;
   V::magnitudes(x, depth, &largest, &magnitude);
   std::memset(to.words[depth], 0, sizeof(to.words[0]) * (kDepth - depth));
@@ -74,12 +75,12 @@ void quantise(const float* x, int depth, float largest_weight, Inputs& to) {
   const float room = 2147483000.0f / largest_weight - 8 * kDepth;
   float factor = 1.0f;
   if (largest > 0) {
-    factor = std::min(32767.0f / largest, room / magnitude);
     // The largest becomes an integer, so that nothing is lost where all are as large.
-    factor = std::min(static_cast<float>(static_cast<int>(factor * largest)) / largest, 0x1p120f);
+    const float integer = std::trunc(std::min(largest_input, room * (largest / magnitude)));
+    factor = std::min(integer / largest, 0x1p120f);
   }
   int total = 0;
-  V::round(x, depth, factor, to.words, &total);
+  V::round(w.tile_words, x, depth, factor, to.words, &total);
   to.scale = 1.0f / factor;
   to.total = static_cast<float>(total) * to.scale;
 }
@@ -106,10 +107,16 @@ void quantise_row(const Matrix& w, const float* x, const Take& take) {
     for (int64_t block = 0; block < input_blocks(w); ++block) {
       const int64_t in_tile = block * kDepth;
       const int depth = static_cast<int>(std::min<int64_t>(kDepth, w.in_tiles - in_tile));
-      quantise<V>(x + in_tile * 16, depth, codebook.kLargest, inputs);
+      quantise<V>(w, x + in_tile * 16, depth, codebook.kLargest, 32767, inputs);
       take(block, inputs);
     }
   });
+}
+
+inline float total_of(const Inputs* inputs, int64_t blocks) {
+  float total = 0;
+  for (int64_t block = 0; block < blocks; ++block) total += inputs[block].total;
+  return total;
 }
 
 // Sums of integers become sums of weights.
@@ -133,25 +140,42 @@ void prefetch(const int16_t* packed, int64_t stride) {
   }
 }
 
+// What V::Layout<kWords> is: which weights of a tile share a vector, which vectors share a sum, and which
+// activations they meet. Here: a strip, in as many parts as it takes vectors, is a sum.
+template <typename V, int kWords>
+struct Strips {
+  static constexpr int kSums = kStrips, kParts = kStrip / V::kLanes, kRowsAtOnce = V::kRowsAtOnce;
+
+  template <int kVector>
+  static typename V::Words states(const int16_t* tile) {
+    return V::template states<kWords, kVector>(tile);
+  }
+  static typename V::Words inputs(const int16_t* words, int part) {
+    return V::load(words + part * V::kLanes);
+  }
+  static void add_columns(const typename V::Lanes (&sums)[kSums], float scale, float* to) {
+    V::add_columns(sums, scale, to);
+  }
+};
+
 template <typename V>
 struct Slab {
-  static constexpr int kRowBlock = trellis::kRowBlock, kFewRows = 0;
-  static constexpr int kParts = kStrip / V::kLanes;  // vectors of a strip
-  using Words = typename V::Words;
-  using Lanes = typename V::Lanes;  // of the sums of a strip
-  using Vectors = std::make_integer_sequence<int, kStrips * kParts>;
+  static constexpr int kRowBlock = trellis::kRowBlock, kColumnBlocks = 1, kFewRows = 0;
+  static constexpr int kVectors = kStrips * kStrip / V::kLanes;  // of a tile
+  using Lanes = typename V::Lanes;
+  using Vectors = std::make_integer_sequence<int, kVectors>;
 
-  template <int kRows>
-  static void clear(Lanes (&lanes)[kRows][kStrips]) {
+  template <int kRows, int kSums>
+  static void clear(Lanes (&lanes)[kRows][kSums]) {
     for (auto& row : lanes)
-      for (auto& strip : row) strip = V::zero();
+      for (auto& sum : row) sum = V::zero();
   }
 
-  template <int kRows>
-  static void add(const Lanes (&lanes)[kRows][kStrips], const Inputs* inputs, int64_t blocks,
+  template <typename Layout, int kRows>
+  static void add(const Lanes (&lanes)[kRows][Layout::kSums], const Inputs* inputs, int64_t blocks,
                   float* sums) {
     for (int r = 0; r < kRows; ++r)
-      V::add_columns(lanes[r], inputs[r * blocks].scale, sums + r * kSlabColumns);
+      Layout::add_columns(lanes[r], inputs[r * blocks].scale, sums + r * kSlabColumns);
   }
 
   // Decoded weights meet the rows at once and are never stored.
@@ -159,61 +183,63 @@ struct Slab {
   static void fused(const int16_t* packed, int64_t stride, int depth, const Codebook& codebook,
                     const Inputs* inputs, int64_t blocks, float* sums,
                     std::integer_sequence<int, kVector...>) {
-    Lanes lanes[kRows][kStrips];
+    using Layout = typename V::template Layout<kWords>;
+    Lanes lanes[kRows][Layout::kSums];
     clear(lanes);
     for (int k = 0; k < depth; ++k, packed += stride) {
       prefetch<kWords>(packed, stride);
-      const auto meet = [&](int vector, Words weights) {
+      const auto meet = [&](int vector, const auto& weights) {
         for (int r = 0; r < kRows; ++r)
-          V::dot(lanes[r][vector / kParts], weights,
-                 V::load(inputs[r * blocks].words[k] + vector % kParts * V::kLanes));
+          V::dot(lanes[r][vector / Layout::kParts], weights,
+                 Layout::inputs(inputs[r * blocks].words[k], vector % Layout::kParts));
       };
-      (meet(kVector, codebook.value(V::template states<kWords, kVector>(packed))), ...);
+      (meet(kVector, codebook.value(Layout::template states<kVector>(packed))), ...);
     }
-    add(lanes, inputs, blocks, sums);
+    add<Layout>(lanes, inputs, blocks, sums);
   }
 
   template <int kWords, typename Codebook, int... kVector>
   static void decode(const int16_t* packed, int64_t stride, int depth, const Codebook& codebook,
                      int16_t* weights, std::integer_sequence<int, kVector...>) {
+    using Layout = typename V::template Layout<kWords>;
     for (int k = 0; k < depth; ++k, packed += stride, weights += kStrips * kStrip) {
       prefetch<kWords>(packed, stride);
       (V::store(weights + kVector * V::kLanes,
-                codebook.value(V::template states<kWords, kVector>(packed))),
+                codebook.value(Layout::template states<kVector>(packed))),
        ...);
     }
   }
 
-  // Stored weights, [depth][kStrips][kStrip], meet kRows rows.
-  template <int kRows>
+  // Stored weights, [depth][kVectors], meet kRows rows.
+  template <typename Layout, int kRows>
   static void meet(const int16_t* weights, int depth, const Inputs* inputs, int64_t blocks,
                    float* sums) {
-    Lanes lanes[kRows][kStrips];
+    Lanes lanes[kRows][Layout::kSums];
     clear(lanes);
-    for (int k = 0; k < depth; ++k) {
-      for (int part = 0; part < kParts; ++part) {
-        const int at = part * V::kLanes;
-        for (int s = 0; s < kStrips; ++s) {
-          const Words from = V::load(weights + (k * kStrips + s) * kStrip + at);
+    for (int k = 0; k < depth; ++k, weights += kStrips * kStrip) {
+      for (int part = 0; part < Layout::kParts; ++part) {
+        for (int s = 0; s < Layout::kSums; ++s) {
+          const auto from = V::load(weights + (s * Layout::kParts + part) * V::kLanes);
           for (int r = 0; r < kRows; ++r)
-            V::dot(lanes[r][s], from, V::load(inputs[r * blocks].words[k] + at));
+            V::dot(lanes[r][s], from, Layout::inputs(inputs[r * blocks].words[k], part));
         }
       }
     }
-    add(lanes, inputs, blocks, sums);
+    add<Layout>(lanes, inputs, blocks, sums);
   }
 
-  template <int kRows>
+  template <typename Layout, int kRows>
   static int meet_while(const int16_t* weights, int depth, const Inputs* inputs, int64_t blocks,
                         int row, int rows, float* sums) {
     for (; row + kRows <= rows; row += kRows)
-      meet<kRows>(weights, depth, inputs + row * blocks, blocks, sums + row * kSlabColumns);
+      meet<Layout, kRows>(weights, depth, inputs + row * blocks, blocks, sums + row * kSlabColumns);
     return row;
   }
 
   template <int kWords, typename Codebook>
   static void accumulate(const Matrix& w, const Codebook& codebook, int64_t out_tile, int tiles,
                          const Inputs* inputs, int rows, float* sums) {
+    using Layout = typename V::template Layout<kWords>;
     alignas(64) int16_t weights[kDepth * kStrips * kStrip];
     const int64_t stride = w.out_tiles * kWords, blocks = input_blocks(w);
     for (int64_t block = 0; block < blocks; ++block, ++inputs) {
@@ -224,14 +250,14 @@ struct Slab {
         float* const to = sums + t * 16;
         if (rows == 1) {
           fused<kWords, 1>(packed, stride, depth, codebook, inputs, blocks, to, Vectors{});
-        } else if (rows == 2 && V::kRowsAtOnce >= 2) {
+        } else if (rows == 2 && Layout::kRowsAtOnce >= 2) {
           fused<kWords, 2>(packed, stride, depth, codebook, inputs, blocks, to, Vectors{});
         } else {
           decode<kWords>(packed, stride, depth, codebook, weights, Vectors{});
-          int row = meet_while<V::kRowsAtOnce>(weights, depth, inputs, blocks, 0, rows, to);
-          if (V::kRowsAtOnce > 2)
-            row = meet_while<2>(weights, depth, inputs, blocks, row, rows, to);
-          meet_while<1>(weights, depth, inputs, blocks, row, rows, to);
+          constexpr int kMost = Layout::kRowsAtOnce;
+          int row = meet_while<Layout, kMost>(weights, depth, inputs, blocks, 0, rows, to);
+          if (kMost > 2) row = meet_while<Layout, 2>(weights, depth, inputs, blocks, row, rows, to);
+          meet_while<Layout, 1>(weights, depth, inputs, blocks, row, rows, to);
         }
       }
     }
@@ -247,7 +273,8 @@ struct Slab {
   }
 
   static void multiply(const Matrix& w, int64_t out_tile, int tiles, const void* prepared, int rows,
-                       float* sums) {
+                       const Take& take) {
+    alignas(64) static thread_local float sums[kRowBlock * kSlabColumns];
     const Inputs* const inputs = static_cast<const Inputs*>(prepared);
     std::memset(sums, 0, sizeof(float) * rows * kSlabColumns);
     with_codebook<V>(w, [&](const auto& codebook) {
@@ -256,11 +283,11 @@ struct Slab {
       });
       const int64_t blocks = input_blocks(w);
       for (int r = 0; r < rows; ++r) {
-        float total = 0;
-        for (int64_t block = 0; block < blocks; ++block) total += inputs[r * blocks + block].total;
+        const float total = total_of(inputs + r * blocks, blocks);
         rescale<std::decay_t<decltype(codebook)>>(total, sums + r * kSlabColumns);
       }
     });
+    take(0, 0, rows, sums);
   }
 };
 
@@ -272,7 +299,10 @@ void product(const Matrix& w, int64_t out_tile, int tiles, const float* x, int64
   const size_t bytes = static_cast<size_t>(Kernel::prepared_bytes(w, rows));
   if (prepared.size() * sizeof(Inputs) < bytes) prepared.resize(bytes / sizeof(Inputs) + 1);
   for (int r = 0; r < rows; ++r) Kernel::prepare(w, x + r * x_stride, r, rows, prepared.data());
-  Kernel::multiply(w, out_tile, tiles, prepared.data(), rows, sums);
+  const auto take = [&](int, int row, int count, const float* from) {
+    std::memcpy(sums + row * kSlabColumns, from, sizeof(float) * count * kSlabColumns);
+  };
+  Kernel::multiply(w, out_tile, tiles, prepared.data(), rows, take);
 }
 
 template <typename Kernel>
@@ -281,6 +311,7 @@ SlabKernels integer_kernels(const char* name) {
           generic_slab_kernels().decode,
           product<Kernel>,
           Kernel::kRowBlock,
+          Kernel::kColumnBlocks,
           Kernel::kFewRows,
           Kernel::prepared_bytes,
           Kernel::prepare,

@@ -33,6 +33,8 @@ struct Eight {
 
 struct Neon {
   static constexpr int kLanes = 8, kRowsAtOnce = 1;
+  template <int kWords>
+  using Layout = Strips<Neon, kWords>;
   using Words = int16x8_t;
   struct Lanes {
     int32x4_t column[2];
@@ -86,7 +88,8 @@ struct Neon {
     *sum = vaddvq_f32(total);
   }
 
-  static void round(const float* x, int depth, float factor, int16_t (*words)[kStrip], int* total) {
+  static void round(int, const float* x, int depth, float factor, int16_t (*words)[kStrip],
+                    int* total) {
     int32x4_t sum = vdupq_n_s32(0);
     for (int k = 0; k < depth; ++k) {
       int32x4_t rounded[4];

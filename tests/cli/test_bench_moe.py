@@ -46,6 +46,7 @@ def test_rows_of_the_table(small_memory, tmp_path, capsys):
         (["--models", "big"], "--models big: expected some of qwen3-30b-a3b, glm-like, small"),
         (["--codebook", "qtip"], "--codebook qtip: expected some of"),
         (["--plot", "x.png"], "--plot: bench moe draws no plot"),
+        (["--act", "int8"], "--act int8: experts have exact activations only"),
     ],
 )
 def test_user_errors(arguments, problem, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -44,9 +46,9 @@ def test_uneven_activations(codebook, isa):
     named = uneven_rows(512)
     x = torch.stack(list(named.values()))
     weight = layer.weight()
-    for dtype in (torch.float32, torch.float16):
-        given = x.to(dtype)
-        y = run(given, layer, isa, dtype)
+    for dtype, times in itertools.product((torch.float32, torch.float16), (1, 4)):
+        given = x.to(dtype)  # five rows, and twenty
+        y = run(given.repeat(times, 1), layer, isa, dtype)
         for i, name in enumerate(named):
             want = double(given[i : i + 1]) @ weight
             assert worst_row(y[i : i + 1], want) <= BOUNDS[dtype], (name, dtype)
@@ -73,14 +75,16 @@ def test_the_largest_sums_fit(codebook, isa):
 
 @every_isa
 def test_a_row_has_the_same_bits_in_any_company(isa):
-    """Numbers of rows on either side of each change of method, and of a block of rows."""
+    """On either side of each change of method but the one at eight rows, and of a block of rows."""
     layer = make_layer("mcg", 3, rows=384, columns=256)
     x = torch.randn(530, 384)
-    everything = run(x, layer, isa)
-    assert worst_row(everything, double(x) @ layer.weight()) <= BOUNDS[torch.float32]
-    for count in (1, 2, 3, 4, 7, 8, 9, 16, 17, 64, 65, 511, 512, 513):
-        assert torch.equal(run(x[:count], layer, isa), everything[:count]), count
-        assert torch.equal(run(x[-count:], layer, isa), everything[-count:]), count
+    want = double(x) @ layer.weight()
+    for most, counts in ((8, (1, 2, 3, 4, 7)), (530, (9, 16, 17, 64, 65, 511, 512, 513))):
+        everything = run(x[:most], layer, isa)
+        assert worst_row(everything, want[:most]) <= BOUNDS[torch.float32]
+        for count in counts:
+            assert torch.equal(run(x[:count], layer, isa), everything[:count]), count
+            assert torch.equal(run(x[most - count : most], layer, isa), everything[-count:]), count
 
 
 @every_isa
@@ -96,9 +100,10 @@ def test_what_is_not_finite_stays_in_its_row(isa, rows):
 
 
 @every_isa
-def test_tiny_and_zero_rows(isa):
+@pytest.mark.parametrize("rows", [3, 20])
+def test_tiny_and_zero_rows(isa, rows):
     layer = make_layer("3inst", 4)
-    x = torch.randn(3, 256)
+    x = torch.randn(rows, 256)
     want = double(x) @ layer.weight()
     x[1] = 0
     for scale in (2.0**-130, 2.0**-100, 2.0**100):

@@ -57,6 +57,7 @@ class Row:
     threads: int | None = None  # of a CPU
     float32_us: float | None = None
     glq_us: float | None = None
+    act: str = "exact"
 
     @property
     def ratio(self) -> float:
@@ -90,6 +91,9 @@ def add_parser(commands) -> argparse.ArgumentParser:
         "--bits", help="rates, comma-separated; moe: also mixed, a third each of 3, 4 and 5"
     )
     parser.add_argument("--codebook", default="mcg,mul1", help="comma-separated")
+    parser.add_argument(
+        "--act", default="exact", help="linear: exact, int8 (mul1 on a CPU), comma-separated"
+    )
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's own number")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="linear: draw the ratios there")
@@ -116,7 +120,16 @@ def run(options: argparse.Namespace) -> int:
     bandwidth = bench.read_bandwidth()
     console = wide_console()
     results = []
-    cases = [(c, b) for c in codebooks for b in rates if b in rates_of(c)]
+    acts = options.act.split(",")
+    if not set(acts) <= {"exact"} | ({"int8"} if options.device == "cpu" else set()):
+        raise ValueError(f"--act {options.act}: expected exact, or int8 on a CPU, comma-separated")
+    cases = [
+        (c, b, act)
+        for c in codebooks
+        for b in rates
+        for act in acts
+        if b in rates_of(c) and (act == "exact" or c == "mul1")
+    ]
     for in_features, out_features in shapes:
         for m in rows_of_x:
             results += bench.rows(in_features, out_features, m, cases)
@@ -165,7 +178,7 @@ def _dense_calls(bench, x: torch.Tensor, out_features: int) -> list[Callable[[],
 
 
 def _trellis_calls(
-    bench, x: torch.Tensor, out_features: int, bits: float, codebook: str
+    bench, x: torch.Tensor, out_features: int, codebook: str, bits: float, act: str
 ) -> list[Callable[[], torch.Tensor]]:
     in_features = x.shape[1]
     shape = (in_features // 16, out_features // 16, tile_words_of(bits))
@@ -178,7 +191,8 @@ def _trellis_calls(
         )
         for _ in range(bench.copies(size))
     ]
-    return [lambda part=part: ops.trellis_gemm(x, *part, codebook=codebook) for part in layers]
+    options = {"codebook": codebook, "act": act}
+    return [lambda part=part: ops.trellis_gemm(x, *part, **options) for part in layers]
 
 
 def _glq_calls(bench, x: torch.Tensor, out_features: int, bits: float):
@@ -214,8 +228,9 @@ class _Cuda:
         x = torch.randn(m, in_features, dtype=torch.bfloat16, device=self.device)
         dense_us = self.time(_dense_calls(self, x, out_features))
         rows = []
-        for codebook, bits in cases:
-            calls = _trellis_calls(self, x, out_features, bits, codebook)
+        for case in cases:
+            codebook, bits, _ = case
+            calls = _trellis_calls(self, x, out_features, *case)
             us = self.time(calls)
             shape = (in_features, out_features, m, bits, codebook)
             rows.append(Row(*shape, us, dense_us, self.kernel(calls[0])))
@@ -302,14 +317,11 @@ class _Cpu:
             "bfloat16": _dense_calls(self, half, out_features),
             "float32": _dense_calls(self, x, out_features),
         }
-        for bits in sorted({bits for _, bits in cases}):
+        for bits in sorted({bits for _, bits, _ in cases}):
             calls = _glq_calls(self, x, out_features, bits)
             if calls:
                 peers[f"glq {bits:g}"] = calls
-        ours = {
-            (codebook, bits): _trellis_calls(self, half, out_features, bits, codebook)
-            for codebook, bits in cases
-        }
+        ours = {case: _trellis_calls(self, half, out_features, *case) for case in cases}
         us = self.times({**peers, **ours})
         return [
             Row(
@@ -318,14 +330,15 @@ class _Cpu:
                 m,
                 bits,
                 codebook,
-                us[codebook, bits],
+                us[codebook, bits, act],
                 us["bfloat16"],
-                gemm_kernel(m),
+                gemm_kernel(m, act),
                 torch.get_num_threads(),
                 us["float32"],
                 us.get(f"glq {bits:g}"),
+                act,
             )
-            for codebook, bits in cases
+            for codebook, bits, act in cases
         ]
 
     def times(self, groups: dict) -> dict:
@@ -375,7 +388,7 @@ def _table(results: list[Row], bench, bandwidth: float) -> Table:
             f"{row.in_features}x{row.out_features}",
             str(row.m),
             f"{row.bits:g}",
-            row.codebook,
+            row.codebook if row.act == "exact" else f"{row.codebook} {row.act}",
             *cells,
             f"{row.weights_per_second / (row.threads or 1):.2e}",
             f"{row.bytes_per_second / bandwidth:.0%}",
@@ -387,7 +400,9 @@ def _table(results: list[Row], bench, bandwidth: float) -> Table:
 def _arguments(options: argparse.Namespace) -> str:
     """What decides the numbers, as one would type it."""
     which = "models" if options.what == "moe" else "shapes"
-    names = ("device", which, "m", "bits", "codebook", "threads")
+    names = ["device", which, "m", "bits", "codebook", "threads"]
+    if options.act != "exact":
+        names.insert(-1, "act")
     given = [name for name in names if getattr(options, name) is not None]
     return " ".join([options.what, *(f"--{name} {getattr(options, name)}" for name in given)])
 
@@ -423,7 +438,7 @@ def _plot(path: Path, results: list[Row], bench) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 5))
     series: dict[str, list[Row]] = {}
     for row in results:
-        name = f"{row.in_features}x{row.out_features} {row.bits:g} bits {row.codebook}"
+        name = f"{row.in_features}x{row.out_features} {row.bits:g} bits {row.codebook} {row.act}"
         series.setdefault(name, []).append(row)
     for name, rows in series.items():
         axes.plot([row.m for row in rows], [row.ratio for row in rows], marker="o", label=name)

@@ -78,6 +78,8 @@ class Row:
 def run(options: argparse.Namespace) -> int:
     if options.plot:
         raise ValueError("--plot: bench moe draws no plot")
+    if options.act != "exact":
+        raise ValueError(f"--act {options.act}: experts have exact activations only")
     models = [_model(name) for name in options.models.split(",")]
     rates = options.bits.split(",")
     codebooks = codebooks_of(options)

@@ -18,9 +18,12 @@ ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx", "neon"
 """In the order of the bits that torch.ops.trellis_ops._cpu_isas() sets."""
 
 
-def gemm_kernel(rows: int) -> str:
+def gemm_kernel(rows: int, act: str = "exact") -> str:
     """The kernel that trellis_gemm runs on this processor for that many rows."""
-    return ISAS[torch.ops.trellis_ops._cpu_gemm_isa(rows)]
+    name = ISAS[torch.ops.trellis_ops._cpu_gemm_isa(rows)]
+    # As slab_kernels in csrc/cpu/isa.cpp decides.
+    rounded = act == "int8" and rows <= 2 and name in ("avx512_vnni", "avx512_fp16")
+    return f"{name} {act}" if rounded else name
 
 
 def add_parser(commands) -> argparse.ArgumentParser:

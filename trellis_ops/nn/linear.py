@@ -64,7 +64,13 @@ class Exl3Linear(FrozenModule):
     Frozen parameters are named as in an EXL3 checkpoint: trellis, suh, svh, bias, and the marker of
     the codebook (mcg, mul1 or sqg; none for 3inst). A new module is all zeros: load a state dict,
     or use :meth:`from_linear` or :meth:`from_tensors`. Gradient flows to x only.
+
+    Attributes:
+        act: accuracy of the activations, "exact" unless set otherwise; see
+            :func:`trellis_ops.trellis_gemm`.
     """
+
+    act = "exact"
 
     def __init__(
         self,
@@ -164,6 +170,7 @@ class Exl3Linear(FrozenModule):
             self.bias,
             codebook=self.codebook,
             out_features=self.out_features,
+            act=self.act,
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -91,6 +91,7 @@ class RowParallelLinear(_ParallelLinear):
             codebook=part.codebook,
             out_features=part.out_features,
             out_dtype=torch.float32,
+            act=part.act,
         )
         return self.shard.all_reduce(y).to(ops.default_out_dtype(x))
 

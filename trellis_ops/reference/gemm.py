@@ -11,6 +11,7 @@ import math
 import torch
 
 from ..formats import codebooks, tiles
+from ..meta import checks
 
 # Columns decoded at a time: bounds the float64 copy of the weights at in_features * 8 KiB.
 _COLUMN_CHUNK = 1024
@@ -73,11 +74,14 @@ def linear(
     codebook: int,
     out_features: int,
     out_dtype: torch.dtype,
+    act: int = 0,
 ) -> torch.Tensor:
     """y = H(H(x * suh) @ decode(trellis)) * svh + bias, trimmed to out_features."""
     rows = _extend(x, trellis.shape[0] * tiles.TILE)
     if suh is not None:
         rows = _transform(rows * suh.double())
+    if checks.ACTS[act] == "int8":
+        rows = round_to_int8(rows)
     y = torch.empty(rows.shape[0], out_features, dtype=out_dtype, device=x.device)
     for start in range(0, out_features, _COLUMN_CHUNK):
         stop = min(start + _COLUMN_CHUNK, out_features)
@@ -91,6 +95,15 @@ def linear(
             part = part + bias[start:stop].double()
         y[:, start:stop] = part
     return y.reshape(*x.shape[:-1], out_features)
+
+
+def round_to_int8(rows: torch.Tensor) -> torch.Tensor:
+    """To the nearest multiple of a unit for each 128 columns, of which their largest is 127."""
+    parts = []
+    for block in rows.split(tiles.HADAMARD, dim=-1):
+        unit = block.abs().amax(-1, keepdim=True) / 127
+        parts.append((block / unit.masked_fill(unit == 0, 1)).round() * unit)
+    return torch.cat(parts, -1)
 
 
 def input_grad(
