@@ -34,7 +34,7 @@ TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
   Rotated& rotated = scratch.rotated;
   const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.rows;
   rotated.row_groups = static_cast<int>(rows / 8);
-  rotated.counters = static_cast<int64_t>(s.rest) * kBlocks;
+  rotated.counters = static_cast<int64_t>(s.rest) * kBlocks * tile_meetings(s.rows);
   // Blocks of 128 inputs, as they are rotated.
   rotated.x = arena.take<uint32_t>((s.steps + 1) / 2 * 2 * rows * 32);
   rotated.row_scales = arena.take<float>(rows);

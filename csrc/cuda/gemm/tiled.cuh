@@ -117,15 +117,10 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
     copy_wait<0>();
     __syncthreads();  // the stages are done with
 
-    const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_block;
-    const bool real = column_block * 8 < g.out_tiles;
-    const int barrier = 1 + in_block;
-    if (real &&
-        (walk.last - walk.first == schedule.steps ||
-         meet<kTiledRows>(scratch, schedule, walk, in_block, barrier, flags + in_block, sums)))
-      finish_tile<kTiledRows>(g, sums, scratch.rotated.row_scales,
-                              static_cast<int64_t>(row_tile) * kTiledRows, column_block,
-                              out + in_block * kOutRows * kOutStride, barrier);
+    if ((static_cast<int64_t>(column) * kBlocks + in_block) * 8 < g.out_tiles)
+      finish_piece<kTiledRows>(g, scratch, schedule, walk, row_tile, column, in_block, sums,
+                               out + in_block * kOutRows * kOutStride, 1 + in_block,
+                               flags + in_block);
     __syncthreads();
   }
 }

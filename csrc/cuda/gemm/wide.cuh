@@ -217,15 +217,9 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
 
     int row_tile, column;
     locate(schedule, walk.tile, row_tile, column);
-    const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_tile;
-    if (column_block * 8 >= g.out_tiles) continue;
-    const int barrier = 1 + in_block;
-
-    if (walk.last - walk.first < schedule.steps &&
-        !meet<kRows>(scratch, schedule, walk, in_tile, barrier, flags + in_block, sums))
-      continue;
-    finish_tile<kRows>(g, sums, scratch.rotated.row_scales, static_cast<int64_t>(row_tile) * kRows,
-                       column_block, out + in_block * kOutRows * kOutStride, barrier);
+    if ((static_cast<int64_t>(column) * kBlocks + in_tile) * 8 >= g.out_tiles) continue;
+    finish_piece<kRows>(g, scratch, schedule, walk, row_tile, column, in_tile, sums,
+                        out + in_block * kOutRows * kOutStride, 1 + in_block, flags + in_block);
   }
 }
 
