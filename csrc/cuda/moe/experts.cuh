@@ -332,6 +332,25 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     if (sliced <= (stop - 1) / of_unit / units.column_blocks)
       kept[threadIdx.x] = matrix_of(sliced, static_cast<int>(threadIdx.x) % units.passes);
   }
+  // Vectors that the units' last steps will want, a lane a unit: else each of these would wait for memory.
+  if (threadIdx.x < 32 && begin + lane * of_unit < stop) {
+    const int unit = begin / of_unit + lane;
+    const int sliced = unit / units.column_blocks, row_block = sliced / slices;
+    const int64_t matrix =
+        static_cast<int64_t>(__ldcg(s.expert + row_block)) * slices + (sliced - row_block * slices);
+    const int64_t feature = (unit - sliced * units.column_blocks) * 128;
+    const auto want = [&](const Stack& vectors) {
+      prefetch(vector_of(vectors, matrix) + feature);
+      prefetch(vector_of(vectors, matrix) + feature + 64);
+    };
+    if constexpr (kDown) {
+      want(m.down.svh);
+    } else {
+      want(m.up.svh);
+      want(m.down.suh);
+      if (units.passes == 2) want(m.gate.svh);
+    }
+  }
   __syncthreads();
 
   const auto stretch_of = [&](int at) {

@@ -203,15 +203,17 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
         s.first[row_block] = row_block * rows;
         for (int row = min(all - before, rows); row < rows; ++row)
           s.route[row_block * rows + row] = -1;
-        for (int64_t slice = 0; slice < m.slices; ++slice) {
-          for (int which = 0; which < 3; ++which) {
-            const int64_t matrix = (which * m.experts + expert) * m.slices + slice;
-            s.matrices[(row_block * m.slices + slice) * 3 + which] =
-                longlong2{m.table[matrix * 2], m.table[matrix * 2 + 1]};
-          }
-        }
       }
       if (route == 0) s.count[0] = count, s.count[1] = count * rows;
+    }
+    // A thread a descriptor: each comes from memory.
+    const int of_block = static_cast<int>(m.slices) * 3;
+    for (int i = threadIdx.x; blockIdx.x == 0 && i < routes * of_block; i += blockDim.x) {
+      const int leader = i / of_block, within = i - leader * of_block;
+      if (!leaders[leader]) continue;
+      const int64_t matrix = (within % 3 * m.experts + experts[leader]) * m.slices + within / 3;
+      const longlong2 entry{m.table[matrix * 2], m.table[matrix * 2 + 1]};
+      s.matrices[slots[leader] / rows * of_block + within] = entry;
     }
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
