@@ -89,6 +89,15 @@ def test_uneven_activations(bits):
     assert torch.equal(y[1], clean[1])
 
 
+def test_activations_that_all_but_one_of_a_block_are_rounded_to_zero():
+    """As large an error as there is."""
+    layer = make_layer("mul1", 4, rows=512, columns=512)
+    rotated = torch.full((1, 4, 128), 0.499 / 127)
+    rotated[..., 0] = 1
+    x = trellis_ops.hadamard_128(rotated).flatten(1) / layer.suh.float()
+    assert worst_row(run(layer, x, act="int8"), double(x) @ layer.weight()) <= 5e-2
+
+
 def test_ragged_sizes_and_a_bias():
     layer = make_layer("mul1", 2.5)
     trellis = layer.trellis[:13, :19].contiguous()

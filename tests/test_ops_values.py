@@ -103,6 +103,28 @@ def test_a_side_without_its_vector_is_left_alone(gemm, rows, columns):
         layer = make_layer("3inst", 4, rows=rows, columns=columns)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "kept"), [(144, 127), (144, 128), (144, 100), (1040, 980)])
+def test_a_narrow_last_block_trimmed_off_altogether(columns, kept, dtype):
+    layer = make_layer("mul1", 2.5, rows=208, columns=columns)
+    layer.suh = layer.svh = None
+    bias = torch.randn(kept)
+    x = torch.randn(20, 208)
+    want = want_of(layer, x, bias=double(bias), out_features=kept)
+    for m, gemm in itertools.product((1, 2, 20), GEMMS):
+        y = gemm(
+            x[:m],
+            layer.trellis,
+            None,
+            None,
+            bias,
+            codebook="mul1",
+            out_features=kept,
+            out_dtype=dtype,
+        )
+        assert worst_row(y, want[:m]) <= bound(gemm, dtype)
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_of_logical_or_padded_length(gemm, dtype):

@@ -51,7 +51,7 @@ def trellis_gemm(
         act: "exact" (default): the errors above. "int8", for mul1 on a CPU and where x needs no
             gradient: rotated activations may be rounded to eight bits, with one scale for each 128
             of them, which is done for one or two rows where the processor has VNNI. The error is
-            then 7e-3 for activations without outliers, and at most 3e-2.
+            then 7e-3 for activations without outliers, and at most 5e-2.
 
     Returns:
         [..., out_features] in out_dtype.

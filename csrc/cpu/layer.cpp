@@ -71,14 +71,16 @@ void gemm(const SlabKernels& kernels, const Matrix& w, const Rows& x, const void
     }
   });
 
+  // Without svh the last column block may be narrow, and trimmed off altogether.
+  const int64_t out_tiles = std::min(w.out_tiles, (out_columns + 127) / 128 * 8);
   // As many column blocks at once as leave every thread two turns.
-  const bool wide = w.out_tiles >= 16 * kernels.column_blocks * thread_count();
+  const bool wide = out_tiles >= 16 * kernels.column_blocks * thread_count();
   const int64_t most = wide ? 8 * kernels.column_blocks : 8;
-  const int64_t groups = (w.out_tiles + most - 1) / most;
+  const int64_t groups = (out_tiles + most - 1) / most;
   parallel_for(groups * blocks.count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t block = item / groups, out_tile = item % groups * most;
-      const int tiles = static_cast<int>(std::min(most, w.out_tiles - out_tile));
+      const int tiles = static_cast<int>(std::min(most, out_tiles - out_tile));
       const auto take = [&](int tile, int first, int count, float* values) {
         const int64_t column = (out_tile + tile) * 16;
         const int columns = static_cast<int>(

@@ -167,7 +167,7 @@ struct Avx2 {
   // A half of a hash is +-(1024 + mantissa) << e in units of 2^-13; e is two of its upper bits, exchanged.
   template <int kCodebook>
   struct TwoHalves : HalvesRange {
-    static constexpr float kOffset = kTiesUp;
+    static constexpr float kOffset = ties_up(kCodebook);
 
     [[gnu::always_inline]] static __m256i half(__m256i hash, __m256i power) {
       const __m256i mantissa = _mm256_xor_si256(_mm256_and_si256(hash, _mm256_set1_epi16(0x3FF)),

@@ -21,7 +21,7 @@ struct Powers {
 
 template <int kCodebook>
 struct IntegerHalves : HalvesRange {
-  static constexpr float kOffset = kTiesUp;
+  static constexpr float kOffset = ties_up(kCodebook);
 
   static __m512i half(__m512i hash) {
     static constexpr Powers kPowers;

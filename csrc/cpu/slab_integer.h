@@ -47,9 +47,9 @@ struct LookupRange {  // E4M3 values are exact, and no FP16 value reaches 6.5
   static constexpr float kLargest = 6656, kScale = 0x1p-10f, kOffset = 0;
 };
 
-// kOffset where integers are a quarter of finer ones and ties are rounded up: on average they are too
-// large, which many inputs of one sign would make felt.
-constexpr float kTiesUp = -0.125f;
+// kOffset where integers are a quarter of finer ones and ties are rounded up: on average over all states
+// they are too large, which many inputs of one sign would make felt.
+constexpr float ties_up(int codebook) { return codebook == kInst3 ? -0.124f : -0.142f; }
 
 // The activations of up to kDepth tiles of one row.
 struct alignas(64) Inputs {

@@ -74,6 +74,53 @@ def test_the_largest_sums_fit(codebook, isa):
 
 
 @every_isa
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_rounding_of_one_sign_does_not_add_up(codebook, isa):
+    """Activations that are rounded, or cut in two, all alike: so many that an average shows."""
+    layer = make_layer(codebook, 5, rows=4096, columns=256)
+    inner = oracle.inner_weight(layer.trellis.numpy(), codebook)
+    x = torch.empty(12, 4096)
+    x[:] = torch.linspace(0.97, 1, 12)[:, None]
+    x[:, ::128] = 1
+    x[6:, 256::512] = 1.003
+    for count in (4, 12):
+        y = OPS._trellis_gemm_isa(
+            x[-count:], layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
+        )
+        assert worst_row(y, double(x[-count:]) @ inner) <= BOUNDS[torch.float32]
+
+
+@every_isa
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_one_activation_far_larger_than_all_others(codebook, isa):
+    """Then what is rounded off the others, and left out of their products, is most of the whole."""
+    layer = make_layer(codebook, 5, rows=1024, columns=256)
+    inner = oracle.inner_weight(layer.trellis.numpy(), codebook)
+    x = torch.randn(36, 1024)
+    x[::2] = x[::2].sign() + torch.randn(18, 1024) / 8
+    x[:, 77] = torch.logspace(1.3, 4, 36)
+    want = double(x) @ inner
+
+    def multiplied(rows):
+        return OPS._trellis_gemm_isa(
+            rows, layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
+        )
+
+    y = multiplied(x)
+    assert worst_row(y, want) <= BOUNDS[torch.float32]
+    assert worst_row(multiplied(x[:5]), want[:5]) <= BOUNDS[torch.float32]
+    # The same bits where no other row is like that.
+    for row in (3, 8):
+        others = torch.randn(9, 1024)
+        others[4] = x[row]
+        others[5], plain = torch.randn(2, 1024)
+        assert torch.equal(multiplied(others)[4], y[row])
+        spiked = multiplied(others)
+        others[4] = plain
+        assert torch.equal(multiplied(others)[5], spiked[5])
+
+
+@every_isa
 def test_a_row_has_the_same_bits_in_any_company(isa):
     """On either side of each change of method but the one at eight rows, and of a block of rows."""
     layer = make_layer("mcg", 3, rows=384, columns=256)
