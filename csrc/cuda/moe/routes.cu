@@ -200,7 +200,6 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
       if (slot >= 0) s.route[slot] = route;
       if (leads) {
         s.expert[row_block] = expert;
-        s.first[row_block] = row_block * rows;
         for (int row = min(all - before, rows); row < rows; ++row)
           s.route[row_block * rows + row] = -1;
         for (int64_t slice = 0; slice < m.slices; ++slice) {
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
           }
         }
       }
-      if (route == 0) s.count[0] = count, s.count[1] = count * rows;
+      if (route == 0) s.count[0] = count;
     }
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
