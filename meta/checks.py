@@ -157,20 +157,11 @@ def act(op: str, choice: int, codebook: int, device: torch.device) -> None:
         raise ValueError(f"{op}: act {ACTS[choice]} with x on {device}, expected cpu")
 
 
-def gemm_act(
-    op: str,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    suh: torch.Tensor | None,
-    svh: torch.Tensor | None,
-    added: torch.Tensor | None,
-    codebook: int,
-    out_features: int,
-    dtype: torch.dtype,
-    choice: int,
-) -> None:
-    gemm(op, x, weights, suh, svh, added, codebook, out_features, dtype)
-    act(op, choice, codebook, x.device)
+def gemm_act(op: str, x: torch.Tensor, *rest) -> None:
+    """What gemm takes, and the accuracy last."""
+    *of_gemm, choice = rest
+    gemm(op, x, *of_gemm)
+    act(op, choice, of_gemm[4], x.device)
 
 
 def input_grad(

@@ -26,6 +26,14 @@ def run(x, layer, isa, out_dtype=torch.float32):
     return OPS._trellis_gemm_isa(x, *parts, None, layer.code, features, out_dtype, isa)
 
 
+def run_unrotated(x, layer, isa):
+    """Without scales, so that the kernel gets the activations as they are."""
+    features = layer.trellis.shape[1] * 16
+    return OPS._trellis_gemm_isa(
+        x, layer.trellis, None, None, None, layer.code, features, torch.float32, isa
+    )
+
+
 def uneven_rows(features: int) -> dict[str, torch.Tensor]:
     """Rows that quantised activations may be bad at, before or after the rotation."""
     torch.manual_seed(0)
@@ -67,9 +75,7 @@ def test_the_largest_sums_fit(codebook, isa):
         layer.trellis[:] = torch.from_numpy(words.ravel().copy())
         inner = oracle.inner_weight(layer.trellis.numpy(), codebook)
         x = torch.from_numpy(np.sign(inner[:, :12].T)).float() * 3
-        y = OPS._trellis_gemm_isa(
-            x, layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
-        )
+        y = run_unrotated(x, layer, isa)
         assert worst_row(y, double(x) @ inner) <= BOUNDS[torch.float32]
 
 
@@ -84,9 +90,7 @@ def test_rounding_of_one_sign_does_not_add_up(codebook, isa):
     x[:, ::128] = 1
     x[6:, 256::512] = 1.003
     for count in (4, 12):
-        y = OPS._trellis_gemm_isa(
-            x[-count:], layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
-        )
+        y = run_unrotated(x[-count:], layer, isa)
         assert worst_row(y, double(x[-count:]) @ inner) <= BOUNDS[torch.float32]
 
 
@@ -101,23 +105,18 @@ def test_one_activation_far_larger_than_all_others(codebook, isa):
     x[:, 77] = torch.logspace(1.3, 4, 36)
     want = double(x) @ inner
 
-    def multiplied(rows):
-        return OPS._trellis_gemm_isa(
-            rows, layer.trellis, None, None, None, layer.code, 256, torch.float32, isa
-        )
-
-    y = multiplied(x)
+    y = run_unrotated(x, layer, isa)
     assert worst_row(y, want) <= BOUNDS[torch.float32]
-    assert worst_row(multiplied(x[:5]), want[:5]) <= BOUNDS[torch.float32]
+    assert worst_row(run_unrotated(x[:5], layer, isa), want[:5]) <= BOUNDS[torch.float32]
     # The same bits where no other row is like that.
     for row in (3, 8):
         others = torch.randn(9, 1024)
         others[4] = x[row]
         others[5], plain = torch.randn(2, 1024)
-        assert torch.equal(multiplied(others)[4], y[row])
-        spiked = multiplied(others)
+        assert torch.equal(run_unrotated(others, layer, isa)[4], y[row])
+        spiked = run_unrotated(others, layer, isa)
         others[4] = plain
-        assert torch.equal(multiplied(others)[5], spiked[5])
+        assert torch.equal(run_unrotated(others, layer, isa)[5], spiked[5])
 
 
 @every_isa

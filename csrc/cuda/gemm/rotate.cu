@@ -74,7 +74,7 @@ __device__ __forceinline__ float largest_of(const Input& input, int blocks, int 
 
 // The exponent of a power of two near the largest magnitude of x * suh in a row, given that over 2^16:
 // whatever the activations are, what is left fits FP16 and float32 holds every sum.
-__device__ __forceinline__ int exponent_of(float most) {
+__device__ __forceinline__ int row_exponent_of(float most) {
   if (!(most > 0.0f) || isinf(most)) return 0;
   const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
   return max(-100, min(126, exponent + 16));
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
     if (lane == 0) largest[warp] = most;
   }
   __syncthreads();
-  const int exponent = real ? exponent_of(warp_max(largest[lane % kRotateWarps])) : 0;
+  const int exponent = real ? row_exponent_of(warp_max(largest[lane % kRotateWarps])) : 0;
   if (share == 0 && threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
 #pragma unroll 1
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;

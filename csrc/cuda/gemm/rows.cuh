@@ -94,6 +94,16 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
+// Where the sum of a row (of eight) and a feature (of 128) lies: as MMA results fall, tile, lane, register.
+__device__ __forceinline__ int sum_index(int row, int feature) {
+  const int lane = feature % 8 * 4 + row / 2;
+  return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
+}
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
 __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }

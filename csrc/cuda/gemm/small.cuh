@@ -97,17 +97,6 @@ struct SmallLayout {  // of shared memory, in 32-bit words
   static constexpr int kBytes = (kFlag + 2) * 4;
 };
 
-// Where the sum of a row (of eight) and a feature of the column block lies: as MMA results fall, j-th tile,
-// lane, register.
-__device__ __forceinline__ int sum_index(int row, int feature) {
-  const int lane = feature % 8 * 4 + row / 2;
-  return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
-}
-
-__device__ __forceinline__ float4 add(float4 a, float4 b) {
-  return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
 // The last step of eight rows of a column block whose sums are complete: one warp a row.
 template <bool kBytesInColumns>
 __device__ __forceinline__ void finish_column_block(const Gemm& g, const float* block_sums,

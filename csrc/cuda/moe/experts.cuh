@@ -55,16 +55,6 @@ struct Stretch {
   int first, last;  // groups, counted from a 128-block's beginning
 };
 
-// Where the sum of a row (of eight) and a feature lies: as MMA results fall, tile, lane, register.
-__device__ __forceinline__ int unit_sum_index(int row, int feature) {
-  const int lane = feature % 8 * 4 + row / 2;
-  return feature / 16 * 128 + lane * 4 + feature / 8 % 2 * 2 + row % 2;
-}
-
-__device__ __forceinline__ void add_to(float4& a, float4 b) {
-  a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w;
-}
-
 // Copies a group to `to`: its weights, which no launch in front writes, its x, or both. kUnroll: at most; what
 // runs seldom is better short.
 template <typename Shape, int kUnroll>
@@ -253,7 +243,7 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
       if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
       float4 sum = parts[quad];
 #pragma unroll
-      for (int d = 1; d < kExpertWarps; ++d) add_to(sum, parts[d * kQuads + quad]);
+      for (int d = 1; d < kExpertWarps; ++d) sum = add(sum, parts[d * kQuads + quad]);
       result.quads[r] = sum;
     }
   }
@@ -285,7 +275,7 @@ struct Units {
   __device__ explicit Units(const Moe& m)
       : column_blocks(static_cast<int>((kDown ? m.hidden : m.inner) / 128)),
         blocks(static_cast<int>((kDown ? m.inner : m.hidden) / 128)),
-        segments((blocks + segment_blocks(blocks) - 1) / segment_blocks(blocks)),
+        segments(segments_of(blocks)),
         passes(!kDown && m.gate.suh.data != nullptr ? 2 : 1) {}
 };
 
@@ -363,9 +353,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     const int pass = segment / units.segments;
     const int place = (sliced - first_sliced) * units.passes + pass;
     const longlong2 matrix = place < kKeptMatrices ? kept[place] : matrix_of(sliced, pass);
-    const int segment_length = segment_blocks(units.blocks);
-    const int first_block = (segment - pass * units.segments) * segment_length;
-    const int groups = kBlockGroups * min(segment_length, units.blocks - first_block);
+    const int first_block = (segment - pass * units.segments) * kSegmentBlocks;
+    const int groups = kBlockGroups * min(kSegmentBlocks, units.blocks - first_block);
     stretch.tile_words = static_cast<int>(matrix.y);
     stretch.codebook = kDown                     ? m.down.codebook
                        : pass + 1 < units.passes ? m.gate.codebook
@@ -419,7 +408,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
       for (int of_pass = 0; of_pass < 2; ++of_pass) {
         if (of_pass != pass) continue;
         if (segment > pass * units.segments)
-          add_to(held[of_pass][r], summed.quads[r]);
+          held[of_pass][r] = add(held[of_pass][r], summed.quads[r]);
         else
           held[of_pass][r] = summed.quads[r];
       }
@@ -446,7 +435,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
             if (i == 0)
               held[of_pass][r] = part;
             else
-              add_to(held[of_pass][r], part);
+              held[of_pass][r] = add(held[of_pass][r], part);
           }
         }
       }
@@ -473,7 +462,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
         const float* const sums =
             reinterpret_cast<const float*>(parts + of_pass * kSums + row / 8 * kUnitQuads);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = sums[unit_sum_index(row % 8, lane * 4 + i)];
+        for (int i = 0; i < 4; ++i) z[i] = sums[sum_index(row % 8, lane * 4 + i)];
       };
       float u[4], g[4] = {};
       if constexpr (kDown) {

@@ -56,7 +56,7 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
   s.arrived_hidden = arena.take<unsigned>(row_blocks * z.slices * z.hidden / 128);
   s.arrived_columns = arena.take<unsigned>(z.hidden / 128);
   s.parts = arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
-                              most_segments(std::max(z.hidden, z.inner) / 128) * row_groups *
+                              segments_of(std::max(z.hidden, z.inner) / 128) * row_groups *
                               kUnitQuads * 4);
   s.results = arena.take<float>(s.slots * z.slices * z.hidden);
   return s;

@@ -16,10 +16,10 @@ namespace trellis::cuda {
 
 // K is cut into segments of so many 128-blocks. Each is summed by itself and segments are added in their
 // order, whoever computes them, so a row's bits do not depend on the other rows.
-TRELLIS_ANYWHERE inline constexpr int segment_blocks(int64_t blocks) { return blocks > 8 ? 16 : 8; }
-
-// Segments of a matrix, at most; it does not shrink as K grows.
-inline int64_t most_segments(int64_t blocks) { return (blocks + 7) / 8; }
+constexpr int kSegmentBlocks = 16;
+TRELLIS_ANYWHERE constexpr int segments_of(int64_t blocks) {
+  return static_cast<int>((blocks + kSegmentBlocks - 1) / kSegmentBlocks);
+}
 
 // Row groups of a row block where the products are tiles of 128 rows (tiles.cuh) rather than stretches of
 // few rows (experts.cuh).
@@ -29,9 +29,9 @@ struct MoeScratch {
   int64_t slots;              // at most
   int row_blocks;             // at most
   int row_groups;             // eights of rows in a row block
-  int* count;                 // row blocks there are, slots
+  int* count;                 // row blocks there are; for tiles, slots
   int* expert;                // [row blocks]
-  int* first;                 // [row blocks]: slot
+  int* first;                 // for tiles: [row blocks]: slot
   longlong2* matrices;        // [row blocks][slices][gate, up, down]: as in the table
   int* route;                 // [slots], -1: padding
   int* slot;                  // [routes], -1: contributes nothing

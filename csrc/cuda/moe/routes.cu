@@ -200,11 +200,10 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
       if (slot >= 0) s.route[slot] = route;
       if (leads) {
         s.expert[row_block] = expert;
-        s.first[row_block] = row_block * rows;
         for (int row = min(all - before, rows); row < rows; ++row)
           s.route[row_block * rows + row] = -1;
       }
-      if (route == 0) s.count[0] = count, s.count[1] = count * rows;
+      if (route == 0) s.count[0] = count;
     }
     // A thread a descriptor: each comes from memory.
     const int of_block = static_cast<int>(m.slices) * 3;

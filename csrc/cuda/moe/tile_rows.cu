@@ -48,9 +48,10 @@ __device__ __forceinline__ float largest(const float (&v)[4], const __half* suh,
   return most;
 }
 
-// What a block does for its slot, with as many loads under way as registers allow: f(128-blocks first,
-// first + kRowWarps, ... and whether each is there).
+// 128-blocks that a warp loads at a time, for their latencies to overlap.
 constexpr int kTogether = 4;
+
+// f(first) for each such group of this warp's: first, first + kRowWarps, ..., of which the last may not be there.
 template <typename F>
 __device__ __forceinline__ void for_blocks(int blocks, F f) {
 #pragma unroll 1
@@ -223,12 +224,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) add_slots(const Moe m, const M
       for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[j][i], sums[i]);
     }
   }
-  with_dtype(m.y_dtype, m.y, [&](auto* y) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (feature + i < m.columns)
-        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
-  });
+  write_y(m, token, feature, sums);
 }
 
 dim3 grid_of(int64_t x, int64_t y) {

@@ -130,6 +130,17 @@ __device__ __forceinline__ void write_fragments(const float (&v)[4], const float
   if (lane == 0) scales[block * row_groups * 8 + row] = power_of_two(exponent);
 }
 
+// Four neighbours of a token's y, whose routes are added up.
+__device__ __forceinline__ void write_y(const Moe& m, int64_t token, int feature,
+                                        const float (&sums)[4]) {
+  with_dtype(m.y_dtype, m.y, [&](auto* y) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (feature + i < m.columns)
+        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
+  });
+}
+
 // Four neighbours of a token's y: weights, biases and sums in the order of slots and slices.
 __device__ __forceinline__ void add_up(const Moe& m, const MoeScratch& s, int64_t token,
                                        int feature) {
@@ -149,12 +160,7 @@ __device__ __forceinline__ void add_up(const Moe& m, const MoeScratch& s, int64_
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[i], sums[i]);
   }
-  with_dtype(m.y_dtype, m.y, [&](auto* y) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (feature + i < m.columns)
-        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
-  });
+  write_y(m, token, feature, sums);
 }
 
 }  // namespace trellis::cuda
