@@ -59,8 +59,8 @@ cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream
 // take whole tiles in turn; what would not fill the last round evenly is cut into equal stretches of
 // steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of one tile's
 // steps each.
-// Where blocks share a tile its rows meet in so many parts, each by itself.
-__host__ __device__ constexpr int tile_meetings(int rows) { return rows == 64 ? 2 : 4; }
+// Rows of a tile that leave together and, where blocks share a tile, meet together: what registers allow.
+__host__ __device__ constexpr int out_rows(int rows) { return rows == 256 ? 64 : 32; }
 
 struct TileSchedule {
   bool wgmma;

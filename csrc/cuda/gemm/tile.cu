@@ -16,6 +16,15 @@ int64_t parts_of(const TileSchedule& s) {
   return static_cast<int64_t>(s.workers) * 2 * kBlocks * s.rows * 128;
 }
 
+// What a piece of a tile takes besides its steps, in steps, as measured: rows leave, and where blocks share a
+// tile, they meet first.
+struct FinishCost {
+  int64_t whole, part;
+};
+constexpr FinishCost finish_cost(int rows) {
+  return rows == 256 ? FinishCost{11, 16} : rows == 128 ? FinishCost{6, 13} : FinishCost{4, 6};
+}
+
 // How many blocks should share a tile: as many as fit at once, unless stretches keep so many more
 // multiprocessors busy that it pays for their way through scratch, which takes about ten steps. A
 // cluster must fit a group of multiprocessors, and some of those have an odd number to spare.
@@ -34,7 +43,7 @@ TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
   Rotated& rotated = scratch.rotated;
   const int64_t rows = static_cast<int64_t>(s.row_tiles) * s.rows;
   rotated.row_groups = static_cast<int>(rows / 8);
-  rotated.counters = static_cast<int64_t>(s.rest) * kBlocks * tile_meetings(s.rows);
+  rotated.counters = static_cast<int64_t>(s.rest) * kBlocks * (s.rows / out_rows(s.rows));
   // Blocks of 128 inputs, as they are rotated.
   rotated.x = arena.take<uint32_t>((s.steps + 1) / 2 * 2 * rows * 32);
   rotated.row_scales = arena.take<float>(rows);
@@ -68,14 +77,19 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
   }
   const int64_t most = std::max(1, sm_count / s.cluster);
   // The last full round joins the rest, so that stretches are at least a tile long, unless there is
-  // no full round or nothing left.
+  // no full round or nothing left. Whole tiles in the last round too, where that costs no more.
   const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
-  s.rounds = share > 0 ? 0 : static_cast<int>(rounds);
+  const int64_t of_rest = ((tiles - rounds * most) * s.steps + most - 1) / most;
+  const FinishCost cost = finish_cost(s.rows);
+  const bool whole =
+      share <= 0 && (tiles + most - 1) / most * (s.steps + cost.whole) <=
+                        rounds * (s.steps + cost.whole) + of_rest + (of_rest / s.steps + 1) * cost.part;
+  s.rounds = share > 0 ? 0 : static_cast<int>(whole ? tiles / most : rounds);
   s.rest = static_cast<int>(tiles - s.rounds * most);
   s.pitch = s.steps;
-  s.share = static_cast<int>(share);
-  if (share <= 0) {
-    s.share = static_cast<int>((static_cast<int64_t>(s.rest) * s.steps + most - 1) / most);
+  s.share = whole ? s.steps : static_cast<int>(share);
+  if (share <= 0 && !whole) {
+    s.share = static_cast<int>(of_rest);
     // Stretches that end where tiles do leave one part each instead of two; worth a few steps.
     const int64_t parts = std::min<int64_t>(s.rest == 0 ? 0 : most / s.rest, s.steps);
     const int64_t even = parts == 0 ? 0 : (s.steps + parts - 1) / parts;

@@ -16,8 +16,9 @@ struct TileScratch {
 constexpr int kStepTiles = 4;       // k tiles of a step: rows of 64 FP16, the width of the swizzle
 constexpr int kBlocks = 2;          // sums of 128 features by kRows rows in a worker's tile
 constexpr int kBlockThreads = 256;  // that share such a block
-constexpr int kOutRows = 32;        // that leave at a time
 constexpr int kOutStride = 132;     // floats; rows four apart in banks
+// Floats of shared memory for a column block's rows on their way out, their scales, svh and bias.
+constexpr int out_floats(int out_rows) { return out_rows * (kOutStride + 1) + 2 * 128; }
 
 // A worker's pieces in their order: whole tiles, then its stretch of the rest. Everyone who works on
 // the pieces, in whatever role, walks through the same list.
@@ -73,82 +74,138 @@ struct Ring {
   }
 };
 
-// A thread's sums of 32 rows, chunk `chunk` of a tile's. Registers have no run-time index.
+// Calls f with a thread's sums of rows that leave together. Registers have no run-time index.
+template <int kOutRows, int kSums, typename F>
+__device__ __forceinline__ void with_chunk(const float (&sums)[kSums], int chunk, F f) {
+  constexpr int kOfChunk = kOutRows / 2;
+#pragma unroll
+  for (int c = 0; c < kSums / kOfChunk; ++c)
+    if (c == chunk) f(*reinterpret_cast<const float (*)[kOfChunk]>(sums + c * kOfChunk));
+}
+
+__device__ __forceinline__ void butterfly(float& a, float& b) {
+  const float sum = a + b, difference = a - b;
+  a = sum, b = difference;
+}
+
+// What a column block of a tile needs in the end, loaded while its last products are under way: of this
+// thread's feature, if it is one of the first 128, svh and bias, and its row's scale.
 template <int kRows>
-__device__ __forceinline__ void take_chunk(const float (&sums)[kRows / 2], int chunk,
-                                           float (&taken)[16]) {
+struct OutVectors {
+  float svh = 1.0f, bias = 0.0f, row_scale = 0.0f;
+
+  __device__ OutVectors(const Gemm& g, const TileScratch& scratch, int row_tile, int column_block) {
+    const int thread = threadIdx.x % kBlockThreads;
+    if (thread < kRows)
+      row_scale = scratch.rotated.row_scales[static_cast<int64_t>(row_tile) * kRows + thread];
+    const int64_t feature = static_cast<int64_t>(column_block) * 128 + thread;
+    if (thread >= 128 || feature >= g.out_columns) return;
+    if (g.svh != nullptr) svh = kHadamardScale * load_as_float(g.svh, DType::Half, feature);
+    if (g.bias != nullptr) bias = load_as_float(g.bias, g.bias_dtype, feature);
+  }
+
+  // Into shared memory behind the rows of a chunk.
+  template <int kOutRows>
+  __device__ void put(int chunk, float* out) const {
+    const int thread = threadIdx.x % kBlockThreads;
+    float* const to = out + kOutRows * kOutStride;
+    if (thread < 128) to[thread] = svh, to[128 + thread] = bias;
+    if (thread / kOutRows == chunk) to[256 + thread % kOutRows] = row_scale;
+  }
+};
+
+// The last step of some rows of a column block whose sums are complete, by the threads that hold them: into
+// shared memory first, and from there a row's features to few threads. The transform's butterflies are taken
+// where their two values are: features 8 apart while they are sums, 1, 2, 4, 64 and, with 64 rows, 32 apart
+// in the thread that has them afterwards, the rest between lanes.
+template <int kOutRows>
+__device__ __forceinline__ void put_rows(const float (&sums)[kOutRows / 2], bool transform,
+                                         float* out) {
+  const int warp = threadIdx.x / 32 % 8, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int c = 0; c < kRows / kOutRows; ++c) {
-    if (c != chunk) continue;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) taken[i] = sums[c * 16 + i];
+  for (int j = 0; j < kOutRows / 8; ++j) {
+    float a = sums[4 * j], b = sums[4 * j + 1], c = sums[4 * j + 2], d = sums[4 * j + 3];
+    if (transform) butterfly(a, c), butterfly(b, d);
+    float* const at = out + (8 * j + lane % 4 * 2) * kOutStride + warp * 16 + lane / 4;
+    at[0] = a, at[kOutStride] = b, at[8] = c, at[kOutStride + 8] = d;
   }
 }
 
-// The last step of 32 rows of a column block whose sums are complete, by the 256 threads that hold them.
-__device__ __forceinline__ void finish_chunk(const Gemm& g, const float (&sums)[16],
-                                             const float* row_scales, int64_t chunk_row,
-                                             int64_t column_block, float* out, int barrier) {
+template <int kOutRows>
+__device__ __forceinline__ void finish_rows(const Gemm& g, float* out, int64_t chunk_row,
+                                            int64_t column_block) {
+  constexpr int kEights = kOutRows / 16;  // of features, that a thread takes
+  static_assert(kEights == 2 || kEights == 4, "");
   const int warp = threadIdx.x / 32 % 8, lane = threadIdx.x % 32;
-  const bool transform = g.svh != nullptr;
-  // Of the last pass: this thread's row of the 32, and two neighbours of every 16 features. Rows are
-  // dealt so that the two of half a warp are four apart, and banks do not conflict.
-  const int row = warp % 4 + lane / 8 % 2 * 4 + lane / 16 * 8 + warp / 4 * 16;
-  const int pair = lane % 8 * 2;
-  const bool paired = g.out_columns % 2 == 0;
-  named_barrier(barrier, kBlockThreads);  // the rows before are out
+  constexpr int kApart = 128 / kEights;  // features between eights of a thread
+  const float* const svh = out + kOutRows * kOutStride;
+  const float *const bias = svh + 128, *const row_scales = svh + 256;
+  // A row, and eights of its features. Rows are dealt so that the banks of eight neighbouring lanes do not
+  // conflict, eights so that a row's lanes write neighbours.
+  const int in_chunk = kEights == 4 ? warp * 8 + lane % 8
+                                    : warp / 2 * 8 + warp % 2 * 2 + lane % 2 + lane / 2 % 2 * 4;
+  const int first = lane / (kOutRows / 8) * 8;
+  const int64_t row = chunk_row + in_chunk;
+  const auto read = [](const float* from, float (&v)[8]) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float* const at = out + (8 * j + lane % 4 * 2) * kOutStride + warp * 16 + lane / 4;
-    at[0] = sums[4 * j], at[kOutStride] = sums[4 * j + 1];
-    at[8] = sums[4 * j + 2], at[kOutStride + 8] = sums[4 * j + 3];
-  }
-  named_barrier(barrier, kBlockThreads);
-  if (transform) {
-    // Features 16 w .. 16 w + 15 of row `lane`.
-    float4* const at = reinterpret_cast<float4*>(out + lane * kOutStride + warp * 16);
-    float v[16];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 four = at[i];
+    for (int i = 0; i < 2; ++i) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i * 4);
       v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
     }
-    thread_hadamard(v);
+  };
+  float* const here = out + in_chunk * kOutStride + first;
+  float z[kEights][8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = float4{v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]};
-    named_barrier(barrier, kBlockThreads);
-  }
-  float z[2][8];
+  for (int i = 0; i < kEights; ++i) read(here + i * kApart, z[i]);
+  if (g.svh != nullptr) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float2 two = *reinterpret_cast<const float2*>(out + row * kOutStride + i * 16 + pair);
-    z[0][i] = two.x, z[1][i] = two.y;
-  }
-  if (transform) thread_hadamard(z[0]), thread_hadamard(z[1]);
-  if (chunk_row + row >= g.m) return;
-  const float row_scale = row_scales[chunk_row + row];
-  const int64_t start = (chunk_row + row) * g.out_columns;
+    for (int i = 0; i < kEights; ++i) thread_hadamard(z[i]);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int64_t feature = column_block * 128 + i * 16 + pair;
-    if (feature >= g.out_columns) break;
-    const bool both = feature + 1 < g.out_columns;
-    float2 value{z[0][i] * row_scale, z[1][i] * row_scale};
-    if (transform) {
-      // One at a time: a view of svh may begin at an odd element.
-      value.x *= kHadamardScale * load_as_float(g.svh, DType::Half, feature);
-      value.y *= kHadamardScale * load_as_float(g.svh, DType::Half, feature + 1);
+    for (int j = 0; j < 8; ++j) {
+      butterfly(z[0][j], z[1][j]);
+      if constexpr (kEights == 4) {
+        butterfly(z[2][j], z[3][j]);
+        butterfly(z[0][j], z[2][j]), butterfly(z[1][j], z[3][j]);
+      }
+#pragma unroll
+      for (int stride = kOutRows / 4; stride < 32; stride *= 2) {  // lanes whose features are 16 apart
+        const float sign = lane & stride ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+          z[i][j] = fmaf(sign, z[i][j], __shfl_xor_sync(0xFFFFFFFFu, z[i][j], stride));
+      }
     }
+  }
+  if (row >= g.m) return;
+  const float row_scale = row_scales[in_chunk];
+  const bool in_eights = g.out_columns % 8 == 0 && reinterpret_cast<uintptr_t>(g.y) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < kEights; ++i) {
+    float by[8];
+    read(svh + first + i * kApart, by);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) z[i][j] = z[i][j] * row_scale * by[j];
     if (g.bias != nullptr) {
-      value.x += load_as_float(g.bias, g.bias_dtype, feature);
-      if (both) value.y += load_as_float(g.bias, g.bias_dtype, feature + 1);
+      read(bias + first + i * kApart, by);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) z[i][j] += by[j];
     }
-    if (paired) {
-      store_pair(g.y, g.y_dtype, start + feature, value);
-    } else {
-      store_as(g.y, g.y_dtype, start + feature, value.x);
-      if (both) store_as(g.y, g.y_dtype, start + feature + 1, value.y);
+    const int64_t feature = column_block * 128 + first + i * kApart;
+    if (!in_eights) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) here[i * kApart + j] = z[i][j];
+    } else if (feature < g.out_columns) {
+      store_eight(g.y, g.y_dtype, row * g.out_columns + feature, z[i]);
     }
+  }
+  if (in_eights) return;
+  // Elements one by one: seldom, so short code rather than fast.
+#pragma unroll 1
+  for (int i = 0; i < kEights * 8; ++i) {
+    const int of_thread = i / 8 * kApart + i % 8;
+    const int64_t feature = column_block * 128 + first + of_thread;
+    if (feature < g.out_columns)
+      store_as(g.y, g.y_dtype, row * g.out_columns + feature, here[of_thread]);
   }
 }
 
@@ -159,13 +216,13 @@ template <int kRows>
 __device__ __forceinline__ void finish_piece(const Gemm& g, const TileScratch& scratch,
                                              const TileSchedule& schedule, const TileWalk& walk,
                                              int row_tile, int column, int in_tile,
+                                             const OutVectors<kRows>& vectors,
                                              const float (&sums)[kRows / 2], float* out,
                                              int barrier, int* flag) {
-  constexpr int kChunks = kRows / kOutRows, kMeetings = tile_meetings(kRows);
-  constexpr int kTogether = kChunks / kMeetings;  // chunks that meet together
-  const float* const row_scales = scratch.rotated.row_scales;
+  constexpr int kOutRows = out_rows(kRows), kChunks = kRows / kOutRows;
   const int64_t first_row = static_cast<int64_t>(row_tile) * kRows;
   const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_tile;
+  const bool transform = g.svh != nullptr;
   const bool whole = walk.last - walk.first == schedule.steps;
   const int thread = threadIdx.x % kBlockThreads;
   const int start = walk.rest * schedule.pitch;
@@ -175,53 +232,51 @@ __device__ __forceinline__ void finish_piece(const Gemm& g, const TileScratch& s
     // A stretch begins in the tile of its first slot; any other that it does not have to itself is
     // its last, and has the second.
     const int slot = worker * schedule.share >= start ? 0 : 1;
-    return reinterpret_cast<float4*>(scratch.parts) + thread + chunk * 4 * kBlockThreads +
-           ((static_cast<int64_t>(worker) * 2 + slot) * kBlocks + in_tile) * (kRows * 32);
+    return reinterpret_cast<float4*>(scratch.parts) + thread +
+           (((static_cast<int64_t>(worker) * 2 + slot) * kBlocks + in_tile) * kChunks + chunk) *
+               (kOutRows / 8 * kBlockThreads);
   };
-  unsigned* const arrived = scratch.rotated.arrived + (walk.rest * kBlocks + in_tile) * kMeetings;
-  const int begin = (walk.worker - from) * kMeetings / (to - from + 1);
-  float chunk_sums[16];
+  unsigned* const arrived = scratch.rotated.arrived + (walk.rest * kBlocks + in_tile) * kChunks;
+  const int begin = whole ? 0 : (walk.worker - from) * kChunks / (to - from + 1);
 #pragma unroll 1
-  for (int i = 0; i < kMeetings; ++i) {
-    const int meeting = whole ? i : (begin + i) % kMeetings, first_chunk = meeting * kTogether;
-    if (first_row + first_chunk * kOutRows >= g.m) continue;
+  for (int i = 0; i < kChunks; ++i) {
+    const int chunk = (begin + i) % kChunks;
+    const int64_t chunk_row = first_row + chunk * kOutRows;
+    if (chunk_row >= g.m) continue;
     if (!whole) {
-#pragma unroll 1
-      for (int chunk = first_chunk; chunk < first_chunk + kTogether; ++chunk) {
-        take_chunk<kRows>(sums, chunk, chunk_sums);
-        float4* const mine = part_of(walk.worker, chunk);
+      float4* const mine = part_of(walk.worker, chunk);
+      with_chunk<kOutRows>(sums, chunk, [&](const auto& of_chunk) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          __stcg(mine + j * kBlockThreads, float4{chunk_sums[4 * j], chunk_sums[4 * j + 1],
-                                                  chunk_sums[4 * j + 2], chunk_sums[4 * j + 3]});
-      }
+        for (int j = 0; j < kOutRows / 8; ++j)
+          __stcg(mine + j * kBlockThreads, float4{of_chunk[4 * j], of_chunk[4 * j + 1],
+                                                  of_chunk[4 * j + 2], of_chunk[4 * j + 3]});
+      });
       named_barrier(barrier, kBlockThreads);
-      if (thread == 0) *flag = arrive(arrived + meeting) == static_cast<unsigned>(to - from);
-      named_barrier(barrier, kBlockThreads);
-      if (*flag == 0) continue;
+      if (thread == 0) *flag = arrive(arrived + chunk) == static_cast<unsigned>(to - from);
     }
+    named_barrier(barrier, kBlockThreads);  // the flag is there, and the rows before are out
+    if (!whole && *flag == 0) continue;
+    vectors.template put<kOutRows>(chunk, out);
+    if (whole) {
+      with_chunk<kOutRows>(sums, chunk, [&](const auto& of_chunk) {
+        put_rows<kOutRows>(of_chunk, transform, out);
+      });
+    } else {
+      float all[kOutRows / 2] = {};
 #pragma unroll 1
-    for (int chunk = first_chunk; chunk < first_chunk + kTogether; ++chunk) {
-      if (first_row + chunk * kOutRows >= g.m) break;
-      if (whole) {
-        take_chunk<kRows>(sums, chunk, chunk_sums);
-      } else {
+      for (int worker = from; worker <= to; ++worker) {
+        const float4* const part = part_of(worker, chunk);
 #pragma unroll
-        for (float& sum : chunk_sums) sum = 0.0f;
-#pragma unroll 1
-        for (int worker = from; worker <= to; ++worker) {
-          const float4* const part = part_of(worker, chunk);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float4 four = __ldcg(part + j * kBlockThreads);
-            chunk_sums[4 * j] += four.x, chunk_sums[4 * j + 1] += four.y;
-            chunk_sums[4 * j + 2] += four.z, chunk_sums[4 * j + 3] += four.w;
-          }
+        for (int j = 0; j < kOutRows / 8; ++j) {
+          const float4 four = __ldcg(part + j * kBlockThreads);
+          all[4 * j] += four.x, all[4 * j + 1] += four.y;
+          all[4 * j + 2] += four.z, all[4 * j + 3] += four.w;
         }
       }
-      finish_chunk(g, chunk_sums, row_scales, first_row + chunk * kOutRows, column_block, out,
-                   barrier);
+      put_rows<kOutRows>(all, transform, out);
     }
+    named_barrier(barrier, kBlockThreads);
+    finish_rows<kOutRows>(g, out, chunk_row, column_block);
   }
 }
 

@@ -23,12 +23,13 @@ struct TiledShape {
   // Of a stage: atoms of 8 rows by 64 inputs, then packed tiles.
   static constexpr int kX = kTiledRows * 128;
   static constexpr int kStage = kX + kStepTiles * kKTile;
-  static constexpr int kOut = kBlocks * kOutRows * kOutStride * 4;
   // Two where three would not fit the 99 KiB that a block may have on 8.6, 8.9 and 12.0.
-  static constexpr int kStages = 3 * kStage + kOut + 16 <= 99 * 1024 ? 3 : 2;
-  // Rows leave through the stages' place where they would not fit beside them.
-  static constexpr bool kOutApart = kStages * kStage + kOut + 16 <= 99 * 1024;
-  static constexpr int kBytes = kStages * kStage + (kOutApart ? kOut : 0) + 16;
+  static constexpr int kStages = 3 * kStage + 16 <= 99 * 1024 ? 3 : 2;
+  // Rows leave through the stages' place.
+  static constexpr int kOutFloats = out_floats(out_rows(kTiledRows));  // of a column block
+  static constexpr int kOutBytes = kBlocks * kOutFloats * 4;
+  static constexpr int kBytes =
+      (kStages * kStage > kOutBytes ? kStages * kStage : kOutBytes) + 16;
 };
 
 template <int kTileWords, int kCodebook>
@@ -38,8 +39,7 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
   using Shape = TiledShape<kTileWords>;
   constexpr int kStages = Shape::kStages;
   extern __shared__ __align__(1024) char stages[];
-  float* const out =
-      reinterpret_cast<float*>(stages + (Shape::kOutApart ? kStages * Shape::kStage : 0));
+  float* const out = reinterpret_cast<float*>(stages);
   int* const flags = reinterpret_cast<int*>(stages + Shape::kBytes - 16);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_block = warp / 8;
@@ -114,12 +114,13 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
         }
       }
     }
+    const OutVectors<kTiledRows> vectors(g, scratch, row_tile, column * kBlocks + in_block);
     copy_wait<0>();
     __syncthreads();  // the stages are done with
 
     if ((static_cast<int64_t>(column) * kBlocks + in_block) * 8 < g.out_tiles)
-      finish_piece<kTiledRows>(g, scratch, schedule, walk, row_tile, column, in_block, sums,
-                               out + in_block * kOutRows * kOutStride, 1 + in_block,
+      finish_piece<kTiledRows>(g, scratch, schedule, walk, row_tile, column, in_block, vectors, sums,
+                               out + in_block * Shape::kOutFloats, 1 + in_block,
                                flags + in_block);
     __syncthreads();
   }

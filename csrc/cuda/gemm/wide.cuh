@@ -6,8 +6,8 @@
 // With up to 128 rows a worker is one block with four warpgroups; with 256 rows it is a cluster of two
 // blocks, each with two warpgroups and one of the column blocks, which share every load of x.
 //
-// Roles: the last warpgroup, of which one lane is busy, brings packed tiles and x, a step of 64 inputs
-// at a time, into a ring of stages by bulk copies; the others decode and multiply. Weights are the A
+// Roles: the last warpgroup, a lane of each warp, brings packed tiles and x, a step of 64 inputs at a time,
+// into a ring of stages by bulk copies, of which one lane could not issue enough; the others decode and multiply. Weights are the A
 // operand: warp w of a warpgroup decodes one tile of 16 output features, and a lane's eight weights of a
 // tile are its own part of the fragment. While the tensor cores work on some k tiles, the warp
 // decodes the next.
@@ -29,8 +29,9 @@ struct WideShape {
   static constexpr int kColumnBlocks = kBlocks / kCluster;  // of one thread block
   static constexpr int kMathWarps = kColumnBlocks * 8;
   static constexpr int kThreads = kMathWarps * 32 + 128;
-  // k tiles that a warp decodes while the tensor cores work on as many: what registers allow.
-  static constexpr int kGroup = kRows == 128 ? 1 : 2;
+  // k tiles that a warp decodes while the tensor cores work on as many. With one ptxas 13.0 could not keep
+  // the two apart and waited for each product (its remark C7513).
+  static constexpr int kGroup = 2;
   static_assert(kStepTiles / kGroup % 2 == 0, "the two halves take turns, also from step to step");
   // The copying warpgroup gives its registers to the others.
   static constexpr int kCopyRegisters = kRows == 256 ? 40 : 32;
@@ -40,22 +41,26 @@ struct WideShape {
   static constexpr int kTileBytes = kTileWords * 2;
   static constexpr int kKTile = kColumnBlocks * 8 * kTileBytes;
   static constexpr int kPacked = kStepTiles * kKTile;
-  static constexpr int kOut = kColumnBlocks * kOutRows * kOutStride * 4;
+  static constexpr int kOutFloats = out_floats(out_rows(kRows));  // of a column block
+  static constexpr int kOut = kColumnBlocks * kOutFloats * 4;
   static constexpr int kFitting = (227 * 1024 - kOut - 256) / (kX + kPacked);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
-  static_assert(kCluster > 1 || kStages * (kX + kPacked) >= kBlocks * kRows * kOutStride * 4,
-                "the sums of a slice take the place of the stages");
+  static_assert(kCluster > 1 ||
+                    kStages * (kX + kPacked) + kOut >= kBlocks * kRows * kOutStride * 4,
+                "the sums of a slice take the place of the stages and what follows them");
   static constexpr int kBytes = kStages * (kX + kPacked) + kOut + 256;
 };
 
 #ifdef TRELLIS_SM90A
 
-// The copying warpgroup: one lane of it.
+// The copying warpgroup, a lane of each of its warps: warp w brings k tile w of a step, and the last one x.
 template <int kTileWords, int kRows>
 __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const TileSchedule& schedule,
                            int worker, int slice, int rank, char* x_stages, char* packed_stages,
                            uint64_t* full, uint64_t* empty) {
   using Shape = WideShape<kTileWords, kRows>;
+  const int warp = threadIdx.x / 32 - Shape::kMathWarps;
+  static_assert(kStepTiles == 4, "a warp for each k tile of a step");
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
   Ring ring;
   TileWalk walk(schedule, worker, slice);
@@ -73,29 +78,31 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
     const uint32_t bytes = tiles > 0 ? static_cast<uint32_t>(tiles) * Shape::kTileBytes : 0;
 
     const char* packed = reinterpret_cast<const char*>(g.trellis) + first_tile * Shape::kTileBytes +
-                         static_cast<int64_t>(walk.first) * kStepTiles * row_bytes;
+                         (static_cast<int64_t>(walk.first) * kStepTiles + warp) * row_bytes;
     const int64_t x_stride = static_cast<int64_t>(scratch.rotated.row_groups) * 1024;
     const char* x = reinterpret_cast<const char*>(scratch.rotated.x) + walk.first * x_stride +
                     static_cast<int64_t>(row_tile) * Shape::kX;
     for (int step = walk.first; step < walk.last; ++step) {
       uint64_t* const here = full + ring.stage;
-      barrier_wait(empty + ring.stage, ring.parity ^ 1);
       const int k_tiles = static_cast<int>(min(
           static_cast<int64_t>(kStepTiles), g.in_tiles - static_cast<int64_t>(step) * kStepTiles));
-      barrier_expect(here, Shape::kX + k_tiles * bytes);
-      for (int i = 0; i < k_tiles && bytes > 0; ++i)
-        copy_bulk(packed_stages + ring.stage * Shape::kPacked + i * Shape::kKTile,
-                  packed + i * row_bytes, bytes, here, weights_policy);
-      // The activations come from the launch in front; the weights above did not have to wait for it.
-      if (!waited) wait_for_previous_kernel();
-      waited = true;
-      char* const to = x_stages + ring.stage * Shape::kX;
-      if constexpr (Shape::kCluster == 1) {
-        copy_bulk(to, x, Shape::kX, here, x_policy);
-      } else {
-        constexpr int kPart = Shape::kX / Shape::kCluster;
-        copy_bulk_multicast(to + rank * kPart, x + rank * kPart, kPart, here,
-                            (1 << Shape::kCluster) - 1);
+      barrier_wait(empty + ring.stage, ring.parity ^ 1);
+      if (warp == 0) barrier_expect(here, Shape::kX + k_tiles * bytes);
+      if (warp < k_tiles && bytes > 0)
+        copy_bulk(packed_stages + ring.stage * Shape::kPacked + warp * Shape::kKTile, packed, bytes,
+                  here, weights_policy);
+      if (warp == kStepTiles - 1) {
+        // The activations come from the launch in front; the weights did not have to wait for it.
+        if (!waited) wait_for_previous_kernel();
+        waited = true;
+        char* const to = x_stages + ring.stage * Shape::kX;
+        if constexpr (Shape::kCluster == 1) {
+          copy_bulk(to, x, Shape::kX, here, x_policy);
+        } else {
+          constexpr int kPart = Shape::kX / Shape::kCluster;
+          copy_bulk_multicast(to + rank * kPart, x + rank * kPart, kPart, here,
+                              (1 << Shape::kCluster) - 1);
+        }
       }
 
       packed += kStepTiles * row_bytes;
@@ -208,18 +215,18 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
       before = ring.stage;
       ring.advance<Shape::kStages>();
     }
+    int row_tile, column;
+    locate(schedule, walk.tile, row_tile, column);
+    const OutVectors<kRows> vectors(g, scratch, row_tile, column * kBlocks + in_tile);
     wgmma_wait<0>();
     release(before);
     if (Shape::kCluster == 1 && schedule.slices > 1) {
       wide_leave<kTileWords, kRows>(sums, reinterpret_cast<float*>(x_stages));
       return;
     }
-
-    int row_tile, column;
-    locate(schedule, walk.tile, row_tile, column);
     if ((static_cast<int64_t>(column) * kBlocks + in_tile) * 8 >= g.out_tiles) continue;
-    finish_piece<kRows>(g, scratch, schedule, walk, row_tile, column, in_tile, sums,
-                        out + in_block * kOutRows * kOutStride, 1 + in_block, flags + in_block);
+    finish_piece<kRows>(g, scratch, schedule, walk, row_tile, column, in_tile, vectors, sums,
+                        out + in_block * Shape::kOutFloats, 1 + in_block, flags + in_block);
   }
 }
 
@@ -255,7 +262,7 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
 
   if (threadIdx.x / 32 >= Shape::kMathWarps) {
     give_registers<Shape::kCopyRegisters>();
-    if (threadIdx.x == Shape::kMathWarps * 32)
+    if (threadIdx.x % 32 == 0)
       wide_bring<kTileWords, kRows>(g, scratch, schedule, worker, slice, rank, x_stages,
                                     packed_stages, full, empty);
   } else {
