@@ -25,7 +25,7 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int6
   for (int device = 0; device < devices; ++device)
     sm_count = std::max(sm_count, attribute(cudaDevAttrMultiProcessorCount, device));
   TRELLIS_CHECK(sm_count > 0, "moe_plan: device is cuda, but no GPU was found");
-  return moe_plan(tokens, top_k, experts, slices, hidden, inner, sm_count).bytes;
+  return moe_plan(tokens, top_k, experts, slices, hidden, inner, sm_count, 0).bytes;
 }
 
 }  // namespace trellis::cuda
@@ -48,14 +48,20 @@ Tensor parity_moe(TRELLIS_MOE_PARAMETERS) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace) {
+// `wgmma`: whether tiles may use it; tests say no.
+Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool wgmma = true) {
   const char* op = "rank_sliced_moe";
   const torch::stable::accelerator::DeviceGuard guard(a.x.get_device_index());
   const int32_t device = a.x.get_device_index();
   const int64_t tokens = a.tokens();
-  const trellis::cuda::MoePlan plan =
+  const int capability =
+      trellis::cuda::attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+      trellis::cuda::attribute(cudaDevAttrComputeCapabilityMinor, device);
+  trellis::cuda::MoePlan plan =
       trellis::cuda::moe_plan(tokens, a.top_k(), a.experts(), a.slices(), a.hidden(), a.inner(),
-                              trellis::cuda::attribute(cudaDevAttrMultiProcessorCount, device));
+                              trellis::cuda::attribute(cudaDevAttrMultiProcessorCount, device),
+                              capability);
+  plan.wgmma = plan.wgmma && wgmma;
   if (workspace) {
     trellis::checks::workspace(op, *workspace, a.x);
     TRELLIS_CHECK(workspace->numel() >= plan.bytes, op, ": workspace has ", workspace->numel(),
@@ -93,12 +99,20 @@ Tensor rank_sliced_moe_planned(TRELLIS_MOE_PARAMETERS, Tensor workspace) {
   return has_kernel(a) ? run(a, workspace) : parity_moe(TRELLIS_MOE_ARGUMENTS);
 }
 
+Tensor rank_sliced_moe_route(TRELLIS_MOE_PARAMETERS, bool wgmma) {
+  const MoeArguments a{TRELLIS_MOE_ARGUMENTS};
+  trellis::checks::moe("rank_sliced_moe", a);
+  TRELLIS_CHECK(has_kernel(a), "rank_sliced_moe: no CUDA kernel for this codebook");
+  return run(a, std::nullopt, wgmma);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CUDA, m) {
   m.impl("rank_sliced_moe", TORCH_BOX(&rank_sliced_moe));
   m.impl("rank_sliced_moe_inference", TORCH_BOX(&rank_sliced_moe));
   m.impl("rank_sliced_moe_planned", TORCH_BOX(&rank_sliced_moe_planned));
+  m.impl("_rank_sliced_moe_route", TORCH_BOX(&rank_sliced_moe_route));
 }
 
 #endif  // TRELLIS_CUDA

@@ -6,11 +6,19 @@
 #include "cpu/codebook.h"
 #include "cpu/numeric.h"
 
+#ifdef __CUDACC__
+#define TRELLIS_INLINE __forceinline__
+// For a lambda, behind its parameters.
+#define TRELLIS_INLINE_LAMBDA __attribute__((always_inline))
+#else
+#define TRELLIS_INLINE inline
+#endif
+
 namespace trellis {
 
 // f(std::integral_constant<int, tile_words>{}), for a rate that the bindings have checked.
 template <typename F>
-TRELLIS_ANYWHERE auto with_rate(int tile_words, F f) {
+TRELLIS_ANYWHERE TRELLIS_INLINE auto with_rate(int tile_words, F f) {
   switch (tile_words) {
     case 16:
       return f(std::integral_constant<int, 16>{});
@@ -40,7 +48,7 @@ TRELLIS_ANYWHERE auto with_rate(int tile_words, F f) {
 // f(std::integral_constant<int, codebook>{}) for 3inst, mcg or mul1. Half rates exist for mul1 only, which the
 // bindings check, and nothing is instantiated for the others.
 template <int kTileWords, typename F>
-TRELLIS_ANYWHERE auto with_codebook(int codebook, F f) {
+TRELLIS_ANYWHERE TRELLIS_INLINE auto with_codebook(int codebook, F f) {
   if constexpr (kTileWords % 16 == 0) {
     if (codebook == kInst3) return f(std::integral_constant<int, kInst3>{});
     if (codebook == kMcg) return f(std::integral_constant<int, kMcg>{});

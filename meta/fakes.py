@@ -98,10 +98,12 @@ for _name in (
     _register_moe(_name)
 
 
-@_fake("_rank_sliced_moe_isa")
-def _forced_moe(x, *arguments):
-    moe_checks.OPS["rank_sliced_moe"](x, *arguments[:-1])
-    return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
+for _name in ("_rank_sliced_moe_isa", "_rank_sliced_moe_route"):
+
+    @_fake(_name)
+    def _forced_moe(x, *arguments):
+        moe_checks.OPS["rank_sliced_moe"](x, *arguments[:-1])
+        return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
 
 
 @_fake("moe_grad")

@@ -185,6 +185,7 @@ for _name in (
     "rank_sliced_moe_inference",
     "rank_sliced_moe_planned",
     "_rank_sliced_moe_isa",
+    "_rank_sliced_moe_route",
     "dequantize",
     "unpack_trellis",
     "pack_trellis",

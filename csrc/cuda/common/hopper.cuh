@@ -118,6 +118,12 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// What this thread has written or copied into shared memory by other means than bulk copies, before a barrier
+// behind which wgmma reads it.
+__device__ __forceinline__ void copies_before_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- wgmma: four warps, 64 rows of A in their registers, B in shared memory -----------------------
 // Before the first of a group, and after registers of A or of the sums were written.
 __device__ __forceinline__ void wgmma_fence() {
@@ -135,12 +141,12 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // B as rows of 128 bytes (64 FP16 along K) in atoms of eight rows, 16-byte piece p of row r at p ^ r;
-// atoms of neighbouring rows follow each other. `address` is that of the first atom, in shared memory
+// from one eight of rows to the next it is `eight_bytes`. `address` is that of the first atom, in shared memory
 // and in units of 16 bytes; two units on are the next 16 of K.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  constexpr uint32_t kSwizzle128 = 1u << 30, kAtom = 1024 >> 4;
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t eight_bytes) {
+  constexpr uint32_t kSwizzle128 = 1u << 30;
   uint64_t result;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle128 | kAtom));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(address), "r"(kSwizzle128 | eight_bytes >> 4));
   return result;
 }
 

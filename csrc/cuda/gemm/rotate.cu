@@ -120,15 +120,20 @@ __device__ __forceinline__ void write_integers(const Rotated& to, int row, bool 
   }
 }
 
+// Where eight neighbours of a row's 64 inputs lie: 16-byte piece p of row r of an atom is at piece p ^ r.
+__device__ __forceinline__ char* swizzled_piece(const Rotated& to, int64_t row, int64_t sixty_four,
+                                                int piece) {
+  const int within = static_cast<int>(row % 8);
+  return reinterpret_cast<char*>(to.x) + (sixty_four * to.row_groups + row / 8) * 1024 +
+         within * 128 + (piece ^ within) * 16;
+}
+
 __device__ __forceinline__ void write_halves(const Rotated& to, bool swizzled, int64_t row,
                                              int block, const float (&v)[4]) {
   const int lane = threadIdx.x % 32;
   const __half2 first = __floats2half2_rn(v[0], v[1]), second = __floats2half2_rn(v[2], v[3]);
   if (swizzled) {
-    // 16-byte piece p of row r of an atom lies at piece p ^ r.
-    const int64_t atom = static_cast<int64_t>(block * 2 + lane / 16) * to.row_groups + row / 8;
-    const int within = static_cast<int>(row % 8), piece = lane % 16 / 2 ^ within;
-    char* const at = reinterpret_cast<char*>(to.x) + atom * 1024 + within * 128 + piece * 16;
+    char* const at = swizzled_piece(to, row, block * 2 + lane / 16, lane % 16 / 2);
     *reinterpret_cast<uint2*>(at + lane % 2 * 8) =
         uint2{reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second)};
     return;
@@ -196,6 +201,144 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
   }
 }
 
+// ---- many rows, swizzled -----------------------------------------------------------------------------
+// A block a row, a lane 16 neighbours, eight lanes a 128-block: seven eighths of the transform's steps are in a
+// lane or between three pairs of lanes, and what a thread has loaded stays until the row's scale is known.
+constexpr int kLaneInputs = 16, kWarpBlocks = 4;
+
+template <DType kDType>
+struct Sixteen {
+  static constexpr int kPieces = kDType == DType::Float ? 4 : 2;
+  uint4 raw[kPieces];
+
+  __device__ __forceinline__ void load(const char* x, int column, int columns) {
+    const uint4* const from = reinterpret_cast<const uint4*>(x) + column / kLaneInputs * kPieces;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) raw[i] = column < columns ? from[i] : uint4{};
+  }
+  // Times factor and suh.
+  __device__ __forceinline__ void scaled(float factor, const __half* suh,
+                                         float (&v)[kLaneInputs]) const {
+    const char* const bytes = reinterpret_cast<const char*>(raw);
+    constexpr int kFour = sizeof(raw) / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float four[4], scale[4];
+      load_four<kDType>(bytes + i * kFour, four);
+      load_four<DType::Half>(reinterpret_cast<const char*>(suh + i * 4), scale);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[i * 4 + j] = four[j] * factor * scale[j];
+    }
+  }
+};
+
+// kTurns: 128-blocks of a lane that are loaded at a time; all of the row's where it has so few.
+template <DType kDType, int kTurns>
+__global__ void __launch_bounds__(kRotateWarps * 32)
+    rotate_many_rows(const Gemm g, const Rotated to) {
+  __shared__ float largest[kRotateWarps];
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
+  const int columns = row < g.m ? static_cast<int>(g.in_columns) : 0;  // zeros beyond the last row
+  const char* const x =
+      static_cast<const char*>(g.x) + row * g.in_columns * (kDType == DType::Float ? 4 : 2);
+  const __half* const suh = static_cast<const __half*>(g.suh);
+  const int step = warps * kWarpBlocks;  // blocks of a turn
+  const auto block_of = [&](int chunk, int turn) {
+    return (chunk * kTurns + turn) * step + warp * kWarpBlocks + lane / 8;
+  };
+  const int chunks = (blocks + kTurns * step - 1) / (kTurns * step);
+
+  Sixteen<kDType> held[kTurns];
+  const auto load = [&](int chunk) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+      held[turn].load(x, block_of(chunk, turn) * 128 + lane % 8 * kLaneInputs, columns);
+  };
+  // Of suh those that lie in it; what they would scale beyond is zero.
+  const auto scaled = [&](int chunk, int turn, float factor, float (&v)[kLaneInputs]) {
+    const int column = block_of(chunk, turn) * 128 + lane % 8 * kLaneInputs;
+    held[turn].scaled(factor, suh + (column < columns ? column : 0), v);
+  };
+  float most = 0.0f;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    load(chunk);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float v[kLaneInputs];
+      scaled(chunk, turn, 0x1p-16f, v);  // as in largest_of
+#pragma unroll
+      for (const float value : v) most = fmaxf(most, fabsf(value));
+    }
+  }
+  most = warp_max(most);
+  if (lane == 0) largest[warp] = most;
+  __syncthreads();
+  most = warp_max(lane < warps ? largest[lane] : 0.0f);
+  const int exponent = row_exponent_of(most);
+  if (threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
+#pragma unroll 1
+  for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x)
+    to.arrived[i] = 0;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (chunks > 1) load(chunk);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float v[kLaneInputs];
+      scaled(chunk, turn, power_of_two(-exponent), v);
+      thread_hadamard(v);
+#pragma unroll
+      for (int stride = 1; stride < 8; stride *= 2) {
+        const float sign = lane & stride ? -1.0f : 1.0f;
+#pragma unroll
+        for (float& value : v)
+          value = fmaf(sign, value, __shfl_xor_sync(0xFFFFFFFFu, value, stride));
+      }
+      const int block = block_of(chunk, turn);
+      if (block >= blocks) continue;
+      uint32_t pairs[kLaneInputs / 2];
+#pragma unroll
+      for (int i = 0; i < kLaneInputs / 2; ++i) {
+        const __half2 two =
+            __floats2half2_rn(v[2 * i] * kHadamardScale, v[2 * i + 1] * kHadamardScale);
+        pairs[i] = reinterpret_cast<const uint32_t&>(two);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<uint4*>(swizzled_piece(to, row, block * 2 + lane % 8 / 4,
+                                                 lane % 4 * 2 + i)) =
+            uint4{pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]};
+    }
+  }
+}
+
+// Whether rotate_many_rows can take these addresses.
+bool in_sixteens(const Gemm& g) {
+  return g.suh != nullptr && reinterpret_cast<uintptr_t>(g.x) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(g.suh) % 8 == 0 && g.in_columns % kLaneInputs == 0;
+}
+
+template <DType kDType>
+cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
+  const int64_t groups = (g.in_tiles + 8 * kWarpBlocks - 1) / (8 * kWarpBlocks);
+  const auto launch = [&](auto kernel, int turns) {
+    const int64_t warps = std::min<int64_t>(kRotateWarps, (groups + turns - 1) / turns);
+    const cudaError_t error = prefer_shared(kernel);
+    if (error != cudaSuccess) return error;
+    kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(warps) * 32, 0, stream>>>(g, to);
+    return cudaGetLastError();
+  };
+  if (groups <= kRotateWarps) return launch(rotate_many_rows<kDType, 1>, 1);
+  if (groups <= 2 * kRotateWarps) return launch(rotate_many_rows<kDType, 2>, 2);
+  return launch(rotate_many_rows<kDType, 4>, 4);
+}
+
 template <Layout kLayout>
 cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
   const int64_t most = (g.in_tiles + 8 * kRotateWarps - 1) / (8 * kRotateWarps);
@@ -228,7 +371,17 @@ cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, cudaSt
 cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int64_t rows,
                           cudaStream_t stream) {
   if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, stream);
-  if (operand == Operand::kSwizzled) return launch_layout<Layout::Swizzled>(g, to, rows, stream);
+  if (operand == Operand::kSwizzled) {
+    if (!in_sixteens(g)) return launch_layout<Layout::Swizzled>(g, to, rows, stream);
+    switch (g.x_dtype) {
+      case DType::Half:
+        return launch_many_rows<DType::Half>(g, to, rows, stream);
+      case DType::BFloat16:
+        return launch_many_rows<DType::BFloat16>(g, to, rows, stream);
+      default:
+        return launch_many_rows<DType::Float>(g, to, rows, stream);
+    }
+  }
   return launch_layout<Layout::Fragments>(g, to, rows, stream);
 }
 

@@ -207,7 +207,7 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < Shape::kGroup; ++i)  // 16 inputs are 32 bytes, in units of 16
-          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor(x + (first + i) * 2));
+          wgmma_f16<kRows>(sums, fragments[i], wgmma_descriptor(x + (first + i) * 2, 1024));
         wgmma_commit();
         wgmma_wait<1>();
         if (first == 0 && before >= 0) release(before);

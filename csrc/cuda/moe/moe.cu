@@ -7,6 +7,7 @@
 #include "experts.cuh"
 #include "routes.h"
 #include "tiles.cuh"
+#include "wide_tiles.cuh"
 
 namespace trellis::cuda {
 namespace {
@@ -102,13 +103,16 @@ cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int g
   return error == cudaSuccess && !s.adds ? launch_add(m, s, stream) : error;
 }
 
-cudaError_t launch_many_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
+cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScratch& s, int grid,
                              cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
   cudaError_t error = launch_sort(m, s, stream);
   if (error == cudaSuccess) error = launch_rotate_slots(m, s, terms, stream);
   for (const bool down : {false, true}) {
-    if (error == cudaSuccess)
+    if (error == cudaSuccess && wgmma)
+      error = exact ? launch_wide_tiles_of_experts<2>(down, m, s, grid, stream)
+                    : launch_wide_tiles_of_experts<1>(down, m, s, grid, stream);
+    else if (error == cudaSuccess)
       error = exact ? launch_tiles_of_experts<2>(down, m, s, grid, stream)
                     : launch_tiles_of_experts<1>(down, m, s, grid, stream);
     if (error == cudaSuccess && !down) error = launch_activate_slots(m, s, terms, stream);
@@ -119,7 +123,7 @@ cudaError_t launch_many_rows(bool exact, const Moe& m, const MoeScratch& s, int 
 }  // namespace
 
 MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
-                 int64_t inner, int sm_count) {
+                 int64_t inner, int sm_count, int capability) {
   const Sizes z{top_k, experts, slices, hidden, inner};
   MoePlan plan = {};
   plan.chunk_tokens = std::max<int64_t>(1, std::min(tokens, kChunkRoutes / top_k));
@@ -128,6 +132,7 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
       average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens && inner <= kLargestInner;
   plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
   plan.grid = 2 * sm_count;
+  plan.wgmma = capability == 90;
   plan.bytes = enough_bytes(tokens, z, plan.grid);
   return plan;
 }
@@ -155,7 +160,7 @@ cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream
     MoeScratch s = take_scratch(z, plan, arena);
     s.adds = m.tokens <= kAddTokens && m.tokens * m.top_k <= kFewRoutes;
     const cudaError_t error = s.row_groups == kTileGroups
-                                  ? launch_many_rows(exact, m, s, plan.grid, stream)
+                                  ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
                                   : launch_few_rows(exact, m, s, plan.grid, stream);
     if (error != cudaSuccess) return error;
   }

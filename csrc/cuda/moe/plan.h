@@ -46,7 +46,7 @@ struct MoeScratch {
   uint32_t* inner;  // the same of what down takes
   float* inner_scales;
   // For tiles: x and inner are swizzled atoms of eight rows by 64 inputs,
-  // [slices][1 or 2: gate, up][eights of slots][steps][terms][1024 bytes], with one scale for a row.
+  // [slices][1 or 2: gate, up][steps][eights of slots][terms][1024 bytes], with one scale for a row.
   float* sums;   // of gate and up: [slices][2][slots][inner]
   float* parts;  // [blocks][2][segments of a unit][row groups][1024]
   float*
@@ -56,13 +56,14 @@ struct MoeScratch {
 // What is chosen from shapes alone, so that launches need no answer from the device.
 struct MoePlan {
   int64_t chunk_tokens;  // that go through the launches together
+  bool wgmma;            // tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh)
   int row_groups;
   int grid;  // thread blocks of the products
   int64_t bytes;
 };
 
 MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
-                 int64_t inner, int sm_count);
+                 int64_t inner, int sm_count, int capability);
 
 // All tokens, chunk by chunk. `workspace` holds plan.bytes.
 cudaError_t launch_moe(const Moe& m, MoePlan plan, void* workspace, cudaStream_t stream);

@@ -19,7 +19,8 @@ __device__ __forceinline__ float block_max(float value) {
 
 // H(v * suh) of a warp's 128 values into the swizzled atoms of row `slot`, in `terms` FP16 numbers each.
 __device__ __forceinline__ void write_atoms(const float (&v)[4], const __half* suh, int exponent,
-                                            char* atoms, int block, int row, int terms) {
+                                            char* atoms, int64_t step_bytes, int block, int64_t slot,
+                                            int terms) {
   const int lane = threadIdx.x % 32;
   float z[4];
 #pragma unroll
@@ -28,8 +29,8 @@ __device__ __forceinline__ void write_atoms(const float (&v)[4], const __half* s
   warp_hadamard(z, lane);
 #pragma unroll
   for (float& value : z) value *= kHadamardScale;
-  const int within = row % 8, piece = lane % 16 / 2 ^ within;
-  char* at = atoms + static_cast<int64_t>(block * 2 + lane / 16) * terms * 1024 + within * 128 +
+  const int within = static_cast<int>(slot % 8), piece = lane % 16 / 2 ^ within;
+  char* at = atoms + (block * 2 + lane / 16) * step_bytes + slot / 8 * terms * 1024 + within * 128 +
              piece * 16 + lane % 2 * 8;
   for (int term = 0; term < terms; ++term, at += 1024) {
     const __half2 first = __floats2half2_rn(z[0], z[1]), second = __floats2half2_rn(z[2], z[3]);
@@ -96,9 +97,8 @@ __global__ void __launch_bounds__(kRowWarps * 32)
       most = fmaxf(most, largest(v[j], suh, min(first + j * kRowWarps, blocks - 1)));
   });
   const int exponent = exponent_of(block_max(most));
-  const int64_t place = blockIdx.y;
-  char* const atoms =
-      reinterpret_cast<char*>(s.x) + (place * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
+  const int64_t place = blockIdx.y, step_bytes = s.slots / 8 * terms * 1024;
+  char* const atoms = reinterpret_cast<char*>(s.x) + place * blocks * 2 * step_bytes;
   for_blocks(blocks, [&](int first) {
     float v[kTogether][4];
     load(first, v);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
     for (int j = 0; j < kTogether; ++j) {
       const int block = first + j * kRowWarps;
       if (block < blocks)
-        write_atoms(v[j], suh, exponent, atoms, block, static_cast<int>(slot % 8), terms);
+        write_atoms(v[j], suh, exponent, atoms, step_bytes, block, slot, terms);
     }
   });
   if (threadIdx.x == 0) s.x_scales[place * s.slots + slot] = power_of_two(exponent);
@@ -165,16 +165,16 @@ __global__ void __launch_bounds__(kRowWarps * 32)
     }
   });
   const int exponent = exponent_of(block_max(most));
-  char* const atoms = reinterpret_cast<char*>(s.inner) +
-                      (slice * (s.slots / 8) + slot / 8) * blocks * 2 * terms * 1024;
+  const int64_t step_bytes = s.slots / 8 * terms * 1024;
+  char* const atoms = reinterpret_cast<char*>(s.inner) + slice * blocks * 2 * step_bytes;
   for_blocks(blocks, [&](int first) {
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       const int block = first + j * kRowWarps;
       if (block >= blocks) break;
       const float4 value = kept[block * 32 + lane];
-      write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, block,
-                  static_cast<int>(slot % 8), terms);
+      write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, step_bytes, block,
+                  slot, terms);
     }
   });
   if (threadIdx.x == 0) s.inner_scales[slice * s.slots + slot] = power_of_two(exponent);
