@@ -54,13 +54,11 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool w
   const torch::stable::accelerator::DeviceGuard guard(a.x.get_device_index());
   const int32_t device = a.x.get_device_index();
   const int64_t tokens = a.tokens();
-  const int capability =
-      trellis::cuda::attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
-      trellis::cuda::attribute(cudaDevAttrComputeCapabilityMinor, device);
-  trellis::cuda::MoePlan plan =
-      trellis::cuda::moe_plan(tokens, a.top_k(), a.experts(), a.slices(), a.hidden(), a.inner(),
-                              trellis::cuda::attribute(cudaDevAttrMultiProcessorCount, device),
-                              capability);
+  const int capability = trellis::cuda::attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+                         trellis::cuda::attribute(cudaDevAttrComputeCapabilityMinor, device);
+  trellis::cuda::MoePlan plan = trellis::cuda::moe_plan(
+      tokens, a.top_k(), a.experts(), a.slices(), a.hidden(), a.inner(),
+      trellis::cuda::attribute(cudaDevAttrMultiProcessorCount, device), capability);
   plan.wgmma = plan.wgmma && wgmma;
   if (workspace) {
     trellis::checks::workspace(op, *workspace, a.x);

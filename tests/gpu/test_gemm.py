@@ -86,8 +86,9 @@ def test_every_cut_meets_the_bound(codebook, bits, route, m):
 def test_many_rows(m):
     layer = make_layer("mcg", 4, rows=2048, columns=1152)
     x = torch.randn(m, 2048, device="cuda").bfloat16()
-    want = x.double() @ torch.from_numpy(layer.weight()).cuda()
-    y = trellis_ops.trellis_gemm(x, *on_gpu(layer), codebook="mcg")
+    bias = torch.randn(1152, device="cuda")
+    want = x.double() @ torch.from_numpy(layer.weight()).cuda() + bias.double()
+    y = trellis_ops.trellis_gemm(x, *on_gpu(layer), bias, codebook="mcg")
     assert worst_row(y, want) <= BOUNDS[torch.bfloat16]
 
 
@@ -159,13 +160,18 @@ def test_rows_do_not_depend_on_how_many_there_are(m):
         assert torch.equal(alone[0], of_all[row])
 
 
-def test_without_vectors_and_with_ragged_tiles():
-    layer = make_layer("mul1", 3, rows=16 * 13, columns=16 * 11)
+@pytest.mark.parametrize(("rows", "columns", "out"), [(208, 176, 176), (112, 144, 127)])
+def test_without_vectors_and_with_ragged_tiles(rows, columns, out):
+    """In the second case the last column block has one tile, all of which is trimmed off."""
+    layer = make_layer("mul1", 3, rows=rows, columns=columns)
     inner = torch.from_numpy(oracle.inner_weight(layer.trellis.numpy(), "mul1")).cuda().double()
     for m in (1, 8, 12, 32, 33, 100, 200):
-        x = torch.randn(m, 208, device="cuda")
-        y = trellis_ops.trellis_gemm(x, layer.trellis.cuda(), None, None, codebook="mul1")
-        assert worst_row(y, x.double() @ inner) <= BOUNDS[torch.float32]
+        x = torch.randn(m, rows, device="cuda")
+        y = trellis_ops.trellis_gemm(
+            x, layer.trellis.cuda(), None, None, codebook="mul1", out_features=out
+        )
+        assert y.shape == (m, out)
+        assert worst_row(y, x.double() @ inner[:, :out]) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("codebook", ["mcg", "mul1"])

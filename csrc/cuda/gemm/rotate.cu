@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        *reinterpret_cast<uint4*>(swizzled_piece(to, row, block * 2 + lane % 8 / 4,
-                                                 lane % 4 * 2 + i)) =
+        *reinterpret_cast<uint4*>(
+            swizzled_piece(to, row, block * 2 + lane % 8 / 4, lane % 4 * 2 + i)) =
             uint4{pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]};
     }
   }

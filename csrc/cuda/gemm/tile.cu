@@ -81,9 +81,9 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
   const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
   const int64_t of_rest = ((tiles - rounds * most) * s.steps + most - 1) / most;
   const FinishCost cost = finish_cost(s.rows);
-  const bool whole =
-      share <= 0 && (tiles + most - 1) / most * (s.steps + cost.whole) <=
-                        rounds * (s.steps + cost.whole) + of_rest + (of_rest / s.steps + 1) * cost.part;
+  const bool whole = share <= 0 && (tiles + most - 1) / most * (s.steps + cost.whole) <=
+                                       rounds * (s.steps + cost.whole) + of_rest +
+                                           (of_rest / s.steps + 1) * cost.part;
   s.rounds = share > 0 ? 0 : static_cast<int>(whole ? tiles / most : rounds);
   s.rest = static_cast<int>(tiles - s.rounds * most);
   s.pitch = s.steps;

@@ -168,7 +168,8 @@ __device__ __forceinline__ void finish_rows(const Gemm& g, float* out, int64_t c
         butterfly(z[0][j], z[2][j]), butterfly(z[1][j], z[3][j]);
       }
 #pragma unroll
-      for (int stride = kOutRows / 4; stride < 32; stride *= 2) {  // lanes whose features are 16 apart
+      for (int stride = kOutRows / 4; stride < 32;
+           stride *= 2) {  // lanes whose features are 16 apart
         const float sign = lane & stride ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kEights; ++i)
@@ -258,9 +259,8 @@ __device__ __forceinline__ void finish_piece(const Gemm& g, const TileScratch& s
     if (!whole && *flag == 0) continue;
     vectors.template put<kOutRows>(chunk, out);
     if (whole) {
-      with_chunk<kOutRows>(sums, chunk, [&](const auto& of_chunk) {
-        put_rows<kOutRows>(of_chunk, transform, out);
-      });
+      with_chunk<kOutRows>(
+          sums, chunk, [&](const auto& of_chunk) { put_rows<kOutRows>(of_chunk, transform, out); });
     } else {
       float all[kOutRows / 2] = {};
 #pragma unroll 1

@@ -28,8 +28,7 @@ struct TiledShape {
   // Rows leave through the stages' place.
   static constexpr int kOutFloats = out_floats(out_rows(kTiledRows));  // of a column block
   static constexpr int kOutBytes = kBlocks * kOutFloats * 4;
-  static constexpr int kBytes =
-      (kStages * kStage > kOutBytes ? kStages * kStage : kOutBytes) + 16;
+  static constexpr int kBytes = (kStages * kStage > kOutBytes ? kStages * kStage : kOutBytes) + 16;
 };
 
 template <int kTileWords, int kCodebook>
@@ -119,8 +118,8 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
     __syncthreads();  // the stages are done with
 
     if ((static_cast<int64_t>(column) * kBlocks + in_block) * 8 < g.out_tiles)
-      finish_piece<kTiledRows>(g, scratch, schedule, walk, row_tile, column, in_block, vectors, sums,
-                               out + in_block * Shape::kOutFloats, 1 + in_block,
+      finish_piece<kTiledRows>(g, scratch, schedule, walk, row_tile, column, in_block, vectors,
+                               sums, out + in_block * Shape::kOutFloats, 1 + in_block,
                                flags + in_block);
     __syncthreads();
   }

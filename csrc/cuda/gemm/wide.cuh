@@ -45,8 +45,7 @@ struct WideShape {
   static constexpr int kOut = kColumnBlocks * kOutFloats * 4;
   static constexpr int kFitting = (227 * 1024 - kOut - 256) / (kX + kPacked);
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
-  static_assert(kCluster > 1 ||
-                    kStages * (kX + kPacked) + kOut >= kBlocks * kRows * kOutStride * 4,
+  static_assert(kCluster > 1 || kStages * (kX + kPacked) + kOut >= kBlocks * kRows * kOutStride * 4,
                 "the sums of a slice take the place of the stages and what follows them");
   static constexpr int kBytes = kStages * (kX + kPacked) + kOut + 256;
 };

@@ -56,7 +56,7 @@ struct MoeScratch {
 // What is chosen from shapes alone, so that launches need no answer from the device.
 struct MoePlan {
   int64_t chunk_tokens;  // that go through the launches together
-  bool wgmma;            // tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh)
+  bool wgmma;  // tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh)
   int row_groups;
   int grid;  // thread blocks of the products
   int64_t bytes;

@@ -19,8 +19,8 @@ __device__ __forceinline__ float block_max(float value) {
 
 // H(v * suh) of a warp's 128 values into the swizzled atoms of row `slot`, in `terms` FP16 numbers each.
 __device__ __forceinline__ void write_atoms(const float (&v)[4], const __half* suh, int exponent,
-                                            char* atoms, int64_t step_bytes, int block, int64_t slot,
-                                            int terms) {
+                                            char* atoms, int64_t step_bytes, int block,
+                                            int64_t slot, int terms) {
   const int lane = threadIdx.x % 32;
   float z[4];
 #pragma unroll
@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kRowWarps * 32)
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       const int block = first + j * kRowWarps;
-      if (block < blocks)
-        write_atoms(v[j], suh, exponent, atoms, step_bytes, block, slot, terms);
+      if (block < blocks) write_atoms(v[j], suh, exponent, atoms, step_bytes, block, slot, terms);
     }
   });
   if (threadIdx.x == 0) s.x_scales[place * s.slots + slot] = power_of_two(exponent);

@@ -103,8 +103,8 @@ __device__ __forceinline__ void write_tile(const TileItem& item,
 template <int kTerms, int kStages>
 struct TileCopies {
   static constexpr int kThreads = kTileWarps * 32;
-  static constexpr int kXPieces = kTerms * 64;           // of eight rows
-  static constexpr int kXGroups = kThreads / kXPieces;   // eights of rows that go together
+  static constexpr int kXPieces = kTerms * 64;            // of eight rows
+  static constexpr int kXGroups = kThreads / kXPieces;    // eights of rows that go together
   static constexpr int kOfKTile = kThreads / kTileSteps;  // threads that share a k tile
   static_assert(2 * kOfKTile >= 128, "a k tile has 128 pieces at most");
 
