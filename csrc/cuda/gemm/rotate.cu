@@ -5,7 +5,7 @@
 
 #include "launch.cuh"
 #include "rotate.cuh"
-#include "rows.cuh"
+#include "rotate_row.cuh"
 
 namespace trellis::cuda {
 namespace {
@@ -72,14 +72,6 @@ __device__ __forceinline__ float largest_of(const Input& input, int blocks, int 
   return warp_max(most);
 }
 
-// The exponent of a power of two near the largest magnitude of x * suh in a row, given that over 2^16:
-// whatever the activations are, what is left fits FP16 and float32 holds every sum.
-__device__ __forceinline__ int row_exponent_of(float most) {
-  if (!(most > 0.0f) || isinf(most)) return 0;
-  const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
-  return max(-100, min(126, exponent + 16));
-}
-
 // How a row's block of 128 inputs is laid out, four neighbours a lane.
 enum class Layout { Fragments, Integers, Swizzled };
 
@@ -120,12 +112,9 @@ __device__ __forceinline__ void write_integers(const Rotated& to, int row, bool 
   }
 }
 
-// Where eight neighbours of a row's 64 inputs lie: 16-byte piece p of row r of an atom is at piece p ^ r.
-__device__ __forceinline__ char* swizzled_piece(const Rotated& to, int64_t row, int64_t sixty_four,
-                                                int piece) {
-  const int within = static_cast<int>(row % 8);
-  return reinterpret_cast<char*>(to.x) + (sixty_four * to.row_groups + row / 8) * 1024 +
-         within * 128 + (piece ^ within) * 16;
+// The atom of a row's 64 inputs.
+__device__ __forceinline__ char* atom_of(const Rotated& to, int64_t row, int64_t sixty_four) {
+  return reinterpret_cast<char*>(to.x) + (sixty_four * to.row_groups + row / 8) * 1024;
 }
 
 __device__ __forceinline__ void write_halves(const Rotated& to, bool swizzled, int64_t row,
@@ -133,7 +122,7 @@ __device__ __forceinline__ void write_halves(const Rotated& to, bool swizzled, i
   const int lane = threadIdx.x % 32;
   const __half2 first = __floats2half2_rn(v[0], v[1]), second = __floats2half2_rn(v[2], v[3]);
   if (swizzled) {
-    char* const at = swizzled_piece(to, row, block * 2 + lane / 16, lane % 16 / 2);
+    char* const at = piece_of_atom(atom_of(to, row, block * 2 + lane / 16), row, lane % 16 / 2);
     *reinterpret_cast<uint2*>(at + lane % 2 * 8) =
         uint2{reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second)};
     return;
@@ -201,142 +190,45 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
   }
 }
 
-// ---- many rows, swizzled -----------------------------------------------------------------------------
-// A block a row, a lane 16 neighbours, eight lanes a 128-block: seven eighths of the transform's steps are in a
-// lane or between three pairs of lanes, and what a thread has loaded stays until the row's scale is known.
-constexpr int kLaneInputs = 16, kWarpBlocks = 4;
-
-template <DType kDType>
-struct Sixteen {
-  static constexpr int kPieces = kDType == DType::Float ? 4 : 2;
-  uint4 raw[kPieces];
-
-  __device__ __forceinline__ void load(const char* x, int column, int columns) {
-    const uint4* const from = reinterpret_cast<const uint4*>(x) + column / kLaneInputs * kPieces;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) raw[i] = column < columns ? from[i] : uint4{};
-  }
-  // Times factor and suh.
-  __device__ __forceinline__ void scaled(float factor, const __half* suh,
-                                         float (&v)[kLaneInputs]) const {
-    const char* const bytes = reinterpret_cast<const char*>(raw);
-    constexpr int kFour = sizeof(raw) / 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float four[4], scale[4];
-      load_four<kDType>(bytes + i * kFour, four);
-      load_four<DType::Half>(reinterpret_cast<const char*>(suh + i * 4), scale);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[i * 4 + j] = four[j] * factor * scale[j];
-    }
-  }
-};
-
-// kTurns: 128-blocks of a lane that are loaded at a time; all of the row's where it has so few.
-template <DType kDType, int kTurns>
-__global__ void __launch_bounds__(kRotateWarps * 32)
-    rotate_many_rows(const Gemm g, const Rotated to) {
-  __shared__ float largest[kRotateWarps];
+// Swizzled rows that begin at multiples of 16 elements: a block each.
+template <int kTurns>
+__global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g, const Rotated to) {
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  const int blocks = static_cast<int>((g.in_tiles + 7) / 8);
   const int columns = row < g.m ? static_cast<int>(g.in_columns) : 0;  // zeros beyond the last row
-  const char* const x =
-      static_cast<const char*>(g.x) + row * g.in_columns * (kDType == DType::Float ? 4 : 2);
-  const __half* const suh = static_cast<const __half*>(g.suh);
-  const int step = warps * kWarpBlocks;  // blocks of a turn
-  const auto block_of = [&](int chunk, int turn) {
-    return (chunk * kTurns + turn) * step + warp * kWarpBlocks + lane / 8;
+  const auto load = [&](int column, float (&v)[16]) {
+    if (column >= columns) return;
+    with_dtype(g.x_dtype, g.x,
+               [&](const auto* x) { load_sixteen(x + row * g.in_columns + column, true, v); });
   };
-  const int chunks = (blocks + kTurns * step - 1) / (kTurns * step);
-
-  Sixteen<kDType> held[kTurns];
-  const auto load = [&](int chunk) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn)
-      held[turn].load(x, block_of(chunk, turn) * 128 + lane % 8 * kLaneInputs, columns);
+  const auto write = [&](int column, float (&v)[16]) {
+    write_atoms(v, atom_of(to, row, column / 64), row, column, 1);
   };
-  // Of suh those that lie in it; what they would scale beyond is zero.
-  const auto scaled = [&](int chunk, int turn, float factor, float (&v)[kLaneInputs]) {
-    const int column = block_of(chunk, turn) * 128 + lane % 8 * kLaneInputs;
-    held[turn].scaled(factor, suh + (column < columns ? column : 0), v);
-  };
-  float most = 0.0f;
-#pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    load(chunk);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float v[kLaneInputs];
-      scaled(chunk, turn, 0x1p-16f, v);  // as in largest_of
-#pragma unroll
-      for (const float value : v) most = fmaxf(most, fabsf(value));
-    }
-  }
-  most = warp_max(most);
-  if (lane == 0) largest[warp] = most;
-  __syncthreads();
-  most = warp_max(lane < warps ? largest[lane] : 0.0f);
-  const int exponent = row_exponent_of(most);
+  const int exponent = rotate_row<kTurns>(static_cast<const __half*>(g.suh),
+                                          static_cast<int>(g.in_tiles / 8), load, write);
   if (threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
-#pragma unroll 1
   for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
     to.arrived[i] = 0;
-#pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunks > 1) load(chunk);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float v[kLaneInputs];
-      scaled(chunk, turn, power_of_two(-exponent), v);
-      thread_hadamard(v);
-#pragma unroll
-      for (int stride = 1; stride < 8; stride *= 2) {
-        const float sign = lane & stride ? -1.0f : 1.0f;
-#pragma unroll
-        for (float& value : v)
-          value = fmaf(sign, value, __shfl_xor_sync(0xFFFFFFFFu, value, stride));
-      }
-      const int block = block_of(chunk, turn);
-      if (block >= blocks) continue;
-      uint32_t pairs[kLaneInputs / 2];
-#pragma unroll
-      for (int i = 0; i < kLaneInputs / 2; ++i) {
-        const __half2 two =
-            __floats2half2_rn(v[2 * i] * kHadamardScale, v[2 * i + 1] * kHadamardScale);
-        pairs[i] = reinterpret_cast<const uint32_t&>(two);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        *reinterpret_cast<uint4*>(
-            swizzled_piece(to, row, block * 2 + lane % 8 / 4, lane % 4 * 2 + i)) =
-            uint4{pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]};
-    }
-  }
 }
 
 // Whether rotate_many_rows can take these addresses.
 bool in_sixteens(const Gemm& g) {
-  return g.suh != nullptr && reinterpret_cast<uintptr_t>(g.x) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(g.suh) % 8 == 0 && g.in_columns % kLaneInputs == 0;
+  return g.suh != nullptr && g.in_tiles % 8 == 0 && reinterpret_cast<uintptr_t>(g.x) % 16 == 0 &&
+         g.in_columns % 16 == 0;
 }
 
-template <DType kDType>
 cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
-  const int64_t groups = (g.in_tiles + 8 * kWarpBlocks - 1) / (8 * kWarpBlocks);
-  const auto launch = [&](auto kernel, int turns) {
-    const int64_t warps = std::min<int64_t>(kRotateWarps, (groups + turns - 1) / turns);
+  const RowShape shape = row_shape(g.in_tiles / 8);
+  const auto launch = [&](auto kernel) {
     const cudaError_t error = prefer_shared(kernel);
     if (error != cudaSuccess) return error;
-    kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(warps) * 32, 0, stream>>>(g, to);
+    kernel<<<static_cast<unsigned>(rows), shape.threads, 0, stream>>>(g, to);
     return cudaGetLastError();
   };
-  if (groups <= kRotateWarps) return launch(rotate_many_rows<kDType, 1>, 1);
-  if (groups <= 2 * kRotateWarps) return launch(rotate_many_rows<kDType, 2>, 2);
-  return launch(rotate_many_rows<kDType, 4>, 4);
+  return shape.turns == 1   ? launch(rotate_many_rows<1>)
+         : shape.turns == 2 ? launch(rotate_many_rows<2>)
+                            : launch(rotate_many_rows<kMostTurns>);
 }
 
 template <Layout kLayout>
@@ -372,15 +264,8 @@ cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int
                           cudaStream_t stream) {
   if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, stream);
   if (operand == Operand::kSwizzled) {
-    if (!in_sixteens(g)) return launch_layout<Layout::Swizzled>(g, to, rows, stream);
-    switch (g.x_dtype) {
-      case DType::Half:
-        return launch_many_rows<DType::Half>(g, to, rows, stream);
-      case DType::BFloat16:
-        return launch_many_rows<DType::BFloat16>(g, to, rows, stream);
-      default:
-        return launch_many_rows<DType::Float>(g, to, rows, stream);
-    }
+    return in_sixteens(g) ? launch_many_rows(g, to, rows, stream)
+                          : launch_layout<Layout::Swizzled>(g, to, rows, stream);
   }
   return launch_layout<Layout::Fragments>(g, to, rows, stream);
 }

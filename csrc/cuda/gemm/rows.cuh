@@ -52,6 +52,24 @@ __device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float 
   with_dtype(dtype, p, [&](auto* elements) { from_float(value, elements[i]); });
 }
 
+// Sixteen neighbours, by wide loads if the first is at a multiple of 16 bytes.
+template <typename Element>
+__device__ __forceinline__ void load_sixteen(const Element* p, bool wide, float (&v)[16]) {
+  if (wide) {
+    constexpr int kOf16Bytes = 16 / sizeof(Element);
+#pragma unroll
+    for (int i = 0; i < 16 / kOf16Bytes; ++i) {
+      const uint4 raw = reinterpret_cast<const uint4*>(p)[i];
+      const Element* const elements = reinterpret_cast<const Element*>(&raw);
+#pragma unroll
+      for (int j = 0; j < kOf16Bytes; ++j) v[i * kOf16Bytes + j] = to_float(elements[j]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) v[i] = to_float(p[i]);
+}
+
 // Eight neighbours, the first at a multiple of 16 bytes.
 __device__ __forceinline__ void store_eight(void* p, DType dtype, int64_t i, const float (&v)[8]) {
   if (dtype == DType::Float) {
@@ -71,21 +89,6 @@ __device__ __forceinline__ void store_eight(void* p, DType dtype, int64_t i, con
   }
   *reinterpret_cast<uint4*>(static_cast<__half*>(p) + i) =
       uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
-}
-
-// Two neighbours, the first at an even index.
-__device__ __forceinline__ void store_pair(void* p, DType dtype, int64_t i, float2 value) {
-  switch (dtype) {
-    case DType::Half:
-      *reinterpret_cast<__half2*>(static_cast<__half*>(p) + i) = __float22half2_rn(value);
-      return;
-    case DType::BFloat16:
-      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p) + i) =
-          __float22bfloat162_rn(value);
-      return;
-    default:
-      *reinterpret_cast<float2*>(static_cast<float*>(p) + i) = value;
-  }
 }
 
 // Four neighbours by one load.
@@ -185,6 +188,17 @@ __device__ __forceinline__ void thread_hadamard(float (&v)[kCount]) {
       const float a = v[i], b = v[i + stride];
       v[i] = a + b, v[i + stride] = a - b;
     }
+  }
+}
+
+// A warp's 512 values, 16 neighbours a lane: the same transform of each 128.
+__device__ __forceinline__ void lanes_hadamard(float (&v)[16], int lane) {
+  thread_hadamard(v);
+#pragma unroll
+  for (int stride = 1; stride < 8; stride *= 2) {
+    const float sign = lane & stride ? -1.0f : 1.0f;
+#pragma unroll
+    for (float& value : v) value = fmaf(sign, value, __shfl_xor_sync(0xFFFFFFFFu, value, stride));
   }
 }
 

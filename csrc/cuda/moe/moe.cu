@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../gemm/launch.cuh"
+#include "../gemm/rotate_row.cuh"
 #include "experts.cuh"
 #include "routes.h"
 #include "tiles.cuh"
@@ -19,8 +20,8 @@ constexpr int64_t kInvariantTokens = 128;
 constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
 // Tokens up to which down adds the routes up, a warp a token: a launch less.
 constexpr int64_t kAddTokens = 8;
-// Tiles keep a row of this many floats in shared memory, which every GPU has.
-constexpr int64_t kLargestInner = 24 * 1024;
+// The activation between tiles keeps a row of so many in the registers of a block.
+constexpr int64_t kLargestInner = kRowWarps * kRowBlocks * kMostTurns * 128;
 
 struct Sizes {
   int64_t top_k, experts, slices, hidden, inner;

@@ -1,229 +1,215 @@
-// Around the tiles: rows rotated before gate and up, the activation between, tokens added up behind. A block
-// works on a slot, a warp on 128 features of it.
+// Around the tiles: rows rotated before gate and up, the activation between, tokens added up behind. A lane has
+// 16 neighbours of a row, eight lanes a block of 128 (../gemm/rotate_row.cuh).
 #include "../gemm/launch.cuh"
+#include "../gemm/rotate_row.cuh"
 #include "routes.h"
 #include "vectors.cuh"
 
 namespace trellis::cuda {
 namespace {
 
-constexpr int kRowWarps = 4;
+constexpr int kAddWarps = 4;  // of a block that adds routes up
+constexpr int kAddTogether =
+    2;  // routes that a warp loads at a time, for their latencies to overlap
 
-__device__ __forceinline__ float block_max(float value) {
-  __shared__ float of_warps[kRowWarps];
-  value = warp_max(value);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  return warp_max(of_warps[threadIdx.x % kRowWarps]);
-}
-
-// H(v * suh) of a warp's 128 values into the swizzled atoms of row `slot`, in `terms` FP16 numbers each.
-__device__ __forceinline__ void write_atoms(const float (&v)[4], const __half* suh, int exponent,
-                                            char* atoms, int64_t step_bytes, int block,
-                                            int64_t slot, int terms) {
-  const int lane = threadIdx.x % 32;
-  float z[4];
+__device__ __forceinline__ void load_sums(const float* p, float (&v)[16]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    z[i] = v[i] * power_of_two(-exponent) * __half2float(suh[block * 128 + lane * 4 + i]);
-  warp_hadamard(z, lane);
-#pragma unroll
-  for (float& value : z) value *= kHadamardScale;
-  const int within = static_cast<int>(slot % 8), piece = lane % 16 / 2 ^ within;
-  char* at = atoms + (block * 2 + lane / 16) * step_bytes + slot / 8 * terms * 1024 + within * 128 +
-             piece * 16 + lane % 2 * 8;
-  for (int term = 0; term < terms; ++term, at += 1024) {
-    const __half2 first = __floats2half2_rn(z[0], z[1]), second = __floats2half2_rn(z[2], z[3]);
-    *reinterpret_cast<uint2*>(at) =
-        uint2{reinterpret_cast<const uint32_t&>(first), reinterpret_cast<const uint32_t&>(second)};
-    z[0] -= __low2float(first), z[1] -= __high2float(first);
-    z[2] -= __low2float(second), z[3] -= __high2float(second);
+  for (int i = 0; i < 4; ++i) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(p) + i);
+    v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
   }
 }
 
-__device__ __forceinline__ float largest(const float (&v)[4], const __half* suh, int block) {
-  float most = 0.0f;
+// A warp's sums become results of the layer, as finish_linear has it.
+__device__ __forceinline__ void finish_sixteen(const Projection& p, int64_t matrix, int feature,
+                                               float (&z)[16]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    most = fmaxf(most, fabsf(v[i] * __half2float(suh[block * 128 + threadIdx.x % 32 * 4 + i])));
-  return most;
+  for (float& value : z) value *= kHadamardScale;  // first: the transform adds up 128 of them
+  lanes_hadamard(z, threadIdx.x % 32);
+  const __half* const svh = vector_of(p.svh, matrix) + feature;
+  float scale[16];
+  load_sixteen(svh, reinterpret_cast<uintptr_t>(svh) % 16 == 0, scale);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) z[i] *= scale[i];
 }
 
-// 128-blocks that a warp loads at a time, for their latencies to overlap.
-constexpr int kTogether = 4;
-
-// f(first) for each such group of this warp's: first, first + kRowWarps, ..., of which the last may not be there.
-template <typename F>
-__device__ __forceinline__ void for_blocks(int blocks, F f) {
-#pragma unroll 1
-  for (int first = threadIdx.x / 32; first < blocks; first += kTogether * kRowWarps) f(first);
+__device__ __forceinline__ void add_bias_sixteen(const Stack& bias, int64_t row, int feature,
+                                                 float (&z)[16]) {
+  if (bias.data == nullptr) return;
+  with_dtype(bias.dtype, bias.data, [&](const auto* values) {
+    float v[16];
+    load_sixteen(values + row * bias.columns + feature, false, v);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) z[i] += v[i];
+  });
 }
+
+// A slot of one slice (and rotation), which is the row of a block.
+struct Slot {
+  int64_t slot, place;  // place: blockIdx.y
+  int route;            // -1: padding
+  int64_t token, expert;
+  bool there;
+
+  __device__ Slot(const Moe& m, const MoeScratch& s)
+      : slot(blockIdx.x), place(blockIdx.y), route(s.route[slot]), there(slot < s.count[1]) {
+    token = max(route, 0) / m.top_k;
+    expert = there && route >= 0 ? expert_of_route(m, route) : 0;
+  }
+};
 
 // blockIdx.y: slice and rotation. Rows of padding are zeros, so that tiles read nothing that was never written.
+template <int kTurns>
 __global__ void __launch_bounds__(kRowWarps * 32)
     rotate_slots(const Moe m, const MoeScratch s, const int rotations, const int terms) {
   let_next_kernel_start();
-  const int lane = threadIdx.x % 32;
-  const int blocks = static_cast<int>(m.hidden / 128);
-  const int slice = static_cast<int>(blockIdx.y) / rotations;
-  const int rotation = static_cast<int>(blockIdx.y) % rotations;
-  const int64_t slot = blockIdx.x;
   wait_for_previous_kernel();
-  const int slots = s.count[1], route = s.route[slot];
-  if (slot >= slots) return;
-  const int64_t token = max(route, 0) / m.top_k;
-  const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
-  const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
-  const __half* const suh = vector_of(p.suh, expert * m.slices + slice);
-  const auto load = [&](int first, float (&v)[kTogether][4]) {
-    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+  const Slot slot(m, s);
+  if (!slot.there) return;
+  const int slice = static_cast<int>(slot.place) / rotations;
+  const bool of_gate = rotations == 2 && slot.place % 2 == 0;
+  const int64_t columns = slot.route < 0 ? 0 : m.columns;
+  const auto load = [&](int column, float (&v)[16]) {
+    with_dtype(m.x_dtype, m.x, [&](const auto* all) {
+      const auto* const x = all + slot.token * m.columns + column;
+      if (column + 16 <= columns) {
+        load_sixteen(x, reinterpret_cast<uintptr_t>(x) % 16 == 0, v);
+      } else {
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int column = (first + j * kRowWarps) * 128 + lane * 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          v[j][i] = route >= 0 && column + i < m.columns
-                        ? to_float(x[token * m.columns + column + i])
-                        : 0.0f;
+        for (int i = 0; i < 16; ++i)
+          if (column + i < columns) v[i] = to_float(x[i]);
       }
     });
   };
-  float most = 0.0f;
-  for_blocks(blocks, [&](int first) {
-    float v[kTogether][4];
-    load(first, v);
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j)
-      most = fmaxf(most, largest(v[j], suh, min(first + j * kRowWarps, blocks - 1)));
-  });
-  const int exponent = exponent_of(block_max(most));
-  const int64_t place = blockIdx.y, step_bytes = s.slots / 8 * terms * 1024;
-  char* const atoms = reinterpret_cast<char*>(s.x) + place * blocks * 2 * step_bytes;
-  for_blocks(blocks, [&](int first) {
-    float v[kTogether][4];
-    load(first, v);
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int block = first + j * kRowWarps;
-      if (block < blocks) write_atoms(v[j], suh, exponent, atoms, step_bytes, block, slot, terms);
-    }
-  });
-  if (threadIdx.x == 0) s.x_scales[place * s.slots + slot] = power_of_two(exponent);
+  const int blocks = static_cast<int>(m.hidden / 128);
+  const int64_t step_bytes = s.slots / 8 * terms * 1024;
+  char* const atoms = reinterpret_cast<char*>(s.x) + slot.place * blocks * 2 * step_bytes +
+                      slot.slot / 8 * terms * 1024;
+  const auto write = [&](int column, float (&v)[16]) {
+    write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
+  };
+  const Projection& p = of_gate ? m.gate : m.up;
+  const int exponent =
+      rotate_row<kTurns>(vector_of(p.suh, slot.expert * m.slices + slice), blocks, load, write);
+  if (threadIdx.x == 0) s.x_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
 }
 
 // blockIdx.y: slice.
+template <int kTurns>
 __global__ void __launch_bounds__(kRowWarps * 32)
     activate_slots(const Moe m, const MoeScratch s, const int terms) {
-  extern __shared__ float4 kept[];  // [inner / 4]
   let_next_kernel_start();
-  const int lane = threadIdx.x % 32;
-  const int blocks = static_cast<int>(m.inner / 128);
-  const int64_t slot = blockIdx.x, slice = blockIdx.y;
   wait_for_previous_kernel();
-  const int slots = s.count[1], route = s.route[slot];
-  if (slot >= slots) return;
-  const int64_t expert = route < 0 ? 0 : expert_of_route(m, route);
-  const int64_t matrix = expert * m.slices + slice;
-  const __half* const suh = vector_of(m.down.suh, matrix);
+  const Slot slot(m, s);
+  if (!slot.there) return;
+  const int64_t matrix = slot.expert * m.slices + slot.place;
   const bool gated = m.gate.suh.data != nullptr;
-  float most = 0.0f;
-  for_blocks(blocks, [&](int first) {
-    float u[kTogether][4] = {}, g[kTogether][4] = {};
-    const auto load = [&](int which, float (&z)[kTogether][4]) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int block = min(first + j * kRowWarps, blocks - 1);
-        const float4 sum = __ldcg(reinterpret_cast<const float4*>(
-            s.sums + ((slice * 2 + which) * s.slots + slot) * m.inner + block * 128 + lane * 4));
-        z[j][0] = sum.x, z[j][1] = sum.y, z[j][2] = sum.z, z[j][3] = sum.w;
-      }
-    };
-    if (route >= 0) {
-      load(1, u);
-      if (gated) load(0, g);
+  const float* const sums = s.sums + (slot.place * 2 * s.slots + slot.slot) * m.inner;
+  const auto load = [&](int feature, float (&u)[16]) {
+    if (slot.route < 0) return;
+    float g[16] = {};
+    load_sums(sums + s.slots * m.inner + feature, u);
+    if (gated) load_sums(sums + feature, g);
+    finish_sixteen(m.up, matrix, feature, u);
+    add_bias_sixteen(m.up.bias, matrix, feature, u);
+    if (gated) {
+      finish_sixteen(m.gate, matrix, feature, g);
+      add_bias_sixteen(m.gate.bias, matrix, feature, g);
     }
+    activate(m, g, u);
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int block = first + j * kRowWarps;
-      if (block >= blocks) break;
-      const int feature = block * 128 + lane * 4;
-      if (route >= 0) {
-        finish_linear(m.up, matrix, feature, u[j]);
-        add_bias(m.up.bias, matrix, feature, u[j]);
-        if (gated) {
-          finish_linear(m.gate, matrix, feature, g[j]);
-          add_bias(m.gate.bias, matrix, feature, g[j]);
-        }
-        activate(m, g[j], u[j]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (feature + i >= m.intermediate) u[j][i] = 0.0f;
-      }
-      kept[block * 32 + lane] = float4{u[j][0], u[j][1], u[j][2], u[j][3]};
-      most = fmaxf(most, largest(u[j], suh, block));
-    }
-  });
-  const int exponent = exponent_of(block_max(most));
+    for (int i = 0; i < 16; ++i)
+      if (feature + i >= m.intermediate) u[i] = 0.0f;
+  };
+  const int blocks = static_cast<int>(m.inner / 128);
   const int64_t step_bytes = s.slots / 8 * terms * 1024;
-  char* const atoms = reinterpret_cast<char*>(s.inner) + slice * blocks * 2 * step_bytes;
-  for_blocks(blocks, [&](int first) {
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int block = first + j * kRowWarps;
-      if (block >= blocks) break;
-      const float4 value = kept[block * 32 + lane];
-      write_atoms({value.x, value.y, value.z, value.w}, suh, exponent, atoms, step_bytes, block,
-                  slot, terms);
-    }
-  });
-  if (threadIdx.x == 0) s.inner_scales[slice * s.slots + slot] = power_of_two(exponent);
+  char* const atoms = reinterpret_cast<char*>(s.inner) + slot.place * blocks * 2 * step_bytes +
+                      slot.slot / 8 * terms * 1024;
+  const auto write = [&](int column, float (&v)[16]) {
+    write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
+  };
+  const int exponent = rotate_row<kTurns>(vector_of(m.down.suh, matrix), blocks, load, write);
+  if (threadIdx.x == 0) s.inner_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
 }
 
-// A warp a token and 128 features of y: transforms, weights, biases and sums in the order of slots and slices.
-__global__ void __launch_bounds__(kRowWarps * 32) add_slots(const Moe m, const MoeScratch s) {
+// A warp a token and 512 features of y: transforms, weights, biases and sums in the order of slots and slices.
+__global__ void __launch_bounds__(kAddWarps * 32) add_slots(const Moe m, const MoeScratch s) {
   const int lane = threadIdx.x % 32;
-  const int blocks = static_cast<int>(m.hidden / 128);
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
-  const int64_t token = at / blocks;
-  const int feature = static_cast<int>(at - token * blocks) * 128 + lane * 4;
+  const int groups = static_cast<int>((m.hidden + 511) / 512);
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kAddWarps + threadIdx.x / 32;
+  const int64_t token = at / groups;
+  const int feature = static_cast<int>(at - token * groups) * 512 + lane * 16;
+  const bool valid = feature < m.hidden;
+  const int mine = valid ? feature : 0;  // what lanes beyond the end go through the motions with
   wait_for_previous_kernel();
   if (token >= m.tokens) return;
-  float sums[4] = {};
-  for (int64_t first = 0; first < m.top_k; first += kTogether) {
-    int slot[kTogether];
-    int64_t expert[kTogether];
-    float value[kTogether][4] = {};
+  float sums[16] = {};
+  for (int64_t base = 0; base < m.top_k; base += 32) {
+    // A lane a route, in front of those that need what it finds.
+    const int64_t own = token * m.top_k + base + lane;
+    const bool has = base + lane < m.top_k;
+    const int own_slot = has ? s.slot[own] : -1;
+    const int own_expert = own_slot >= 0 ? static_cast<int>(expert_of_route(m, own)) : 0;
+    const float own_weight = has ? load_as_float(m.weights, m.weights_dtype, own) : 0.0f;
+    const int count = static_cast<int>(min(static_cast<int64_t>(32), m.top_k - base));
+    for (int first = 0; first < count; first += kAddTogether) {
+      int slot[kAddTogether];
+      float value[kAddTogether][16] = {};
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int64_t route = token * m.top_k + first + j;
-      slot[j] = first + j < m.top_k ? s.slot[route] : -1;
-      expert[j] = slot[j] >= 0 ? expert_of_route(m, route) : 0;
-    }
-    for (int64_t slice = 0; slice < m.slices; ++slice) {
-      float4 sum[kTogether];
+      for (int j = 0; j < kAddTogether; ++j)
+        slot[j] = first + j < count ? __shfl_sync(0xFFFFFFFFu, own_slot, first + j) : -1;
+      for (int64_t slice = 0; slice < m.slices; ++slice) {
+        float z[kAddTogether][16];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-        sum[j] = __ldcg(reinterpret_cast<const float4*>(
-            s.results + (slice * s.slots + max(slot[j], 0)) * m.hidden + feature));
+        for (int j = 0; j < kAddTogether; ++j)
+          load_sums(s.results + (slice * s.slots + max(slot[j], 0)) * m.hidden + mine, z[j]);
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
+        for (int j = 0; j < kAddTogether; ++j) {
+          if (slot[j] < 0) continue;
+          const int64_t expert = __shfl_sync(0xFFFFFFFFu, own_expert, first + j);
+          finish_sixteen(m.down, expert * m.slices + slice, mine, z[j]);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) value[j][i] += z[j][i];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAddTogether; ++j) {
         if (slot[j] < 0) continue;
-        float z[4] = {sum[j].x, sum[j].y, sum[j].z, sum[j].w};
-        finish_linear(m.down, expert[j] * m.slices + slice, feature, z);
+        const int64_t expert = __shfl_sync(0xFFFFFFFFu, own_expert, first + j);
+        const float weight = __shfl_sync(0xFFFFFFFFu, own_weight, first + j);
+        add_bias_sixteen(m.down.bias, expert, mine, value[j]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) value[j][i] += z[i];
+        for (int i = 0; i < 16; ++i) sums[i] = fmaf(weight, value[j][i], sums[i]);
       }
     }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      if (slot[j] < 0) continue;
-      add_bias(m.down.bias, expert[j], feature, value[j]);
-      const float weight = load_as_float(m.weights, m.weights_dtype, token * m.top_k + first + j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[i] = fmaf(weight, value[j][i], sums[i]);
-    }
   }
-  write_y(m, token, feature, sums);
+  if (!valid) return;
+  const int64_t to = token * m.columns + feature;
+  const int size = m.y_dtype == DType::Float ? 4 : 2;
+  if (feature + 16 <= m.columns && (reinterpret_cast<uintptr_t>(m.y) + to * size) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 8) {
+      float eight[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) eight[j] = sums[i + j] * m.routed_scale;
+      store_eight(m.y, m.y_dtype, to + i, eight);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 4)
+    write_y(m, token, feature + i, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
+}
+
+// One of the two kernels above, whose rows have so many 128-blocks.
+template <typename One, typename Two, typename Most, typename... Arguments>
+cudaError_t launch_rows(One one, Two two, Most most, int64_t blocks, dim3 grid, cudaStream_t stream,
+                        Arguments... arguments) {
+  const RowShape shape = row_shape(blocks);
+  const auto kernel = shape.turns == 1 ? one : shape.turns == 2 ? two : most;
+  const cudaError_t error = prefer_shared(kernel);
+  if (error != cudaSuccess) return error;
+  return launch_overlapping_grid(kernel, grid, shape.threads, 0, 1, stream, arguments...);
 }
 
 dim3 grid_of(int64_t x, int64_t y) {
@@ -234,26 +220,23 @@ dim3 grid_of(int64_t x, int64_t y) {
 
 cudaError_t launch_rotate_slots(const Moe& m, const MoeScratch& scratch, int terms,
                                 cudaStream_t stream) {
-  const cudaError_t error = prefer_shared(rotate_slots);
-  if (error != cudaSuccess) return error;
   const int rotations = one_rotation(m) ? 1 : 2;
-  return launch_overlapping_grid(rotate_slots, grid_of(scratch.slots, m.slices * rotations),
-                                 kRowWarps * 32, 0, 1, stream, m, scratch, rotations, terms);
+  return launch_rows(rotate_slots<1>, rotate_slots<2>, rotate_slots<kMostTurns>, m.hidden / 128,
+                     grid_of(scratch.slots, m.slices * rotations), stream, m, scratch, rotations,
+                     terms);
 }
 
 cudaError_t launch_activate_slots(const Moe& m, const MoeScratch& scratch, int terms,
                                   cudaStream_t stream) {
-  const cudaError_t error = prefer_shared(activate_slots);
-  if (error != cudaSuccess) return error;
-  return launch_overlapping_grid(activate_slots, grid_of(scratch.slots, m.slices), kRowWarps * 32,
-                                 static_cast<int>(m.inner * 4), 1, stream, m, scratch, terms);
+  return launch_rows(activate_slots<1>, activate_slots<2>, activate_slots<kMostTurns>,
+                     m.inner / 128, grid_of(scratch.slots, m.slices), stream, m, scratch, terms);
 }
 
 cudaError_t launch_add_slots(const Moe& m, const MoeScratch& scratch, cudaStream_t stream) {
   const cudaError_t error = prefer_shared(add_slots);
   if (error != cudaSuccess) return error;
-  const int64_t warps = m.tokens * (m.hidden / 128);
-  return launch_overlapping(add_slots, (warps + kRowWarps - 1) / kRowWarps, kRowWarps * 32, 0, 1,
+  const int64_t warps = m.tokens * ((m.hidden + 511) / 512);
+  return launch_overlapping(add_slots, (warps + kAddWarps - 1) / kAddWarps, kAddWarps * 32, 0, 1,
                             stream, m, scratch);
 }
 

@@ -81,11 +81,11 @@ struct Tiles {
 
 // A thread's sums as mma and wgmma leave them: rows 8 g + 2 * (lane % 4) + {0, 1}, features lane / 4 and 8 on of
 // the warp's 16.
-__device__ __forceinline__ void write_tile(const TileItem& item,
-                                           const float (&sums)[kTileGroups * 4]) {
+template <int kSums>
+__device__ __forceinline__ void write_tile(const TileItem& item, const float (&sums)[kSums]) {
   const int lane = threadIdx.x % 32, feature = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-  for (int group = 0; group < kTileGroups; ++group) {
+  for (int group = 0; group < kSums / 4; ++group) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = group * 8 + lane % 4 * 2 + i;
