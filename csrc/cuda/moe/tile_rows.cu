@@ -116,10 +116,14 @@ __global__ void __launch_bounds__(kRowWarps * 32)
       finish_sixteen(m.gate, matrix, feature, g);
       add_bias_sixteen(m.gate.bias, matrix, feature, g);
     }
-    activate(m, g, u);
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (feature + i >= m.intermediate) u[i] = 0.0f;
+    for (int i = 0; i < 16; i += 4) {
+      const float gate[4] = {g[i], g[i + 1], g[i + 2], g[i + 3]};
+      float up[4] = {u[i], u[i + 1], u[i + 2], u[i + 3]};
+      activate(m, gate, up);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) u[i + j] = feature + i + j < m.intermediate ? up[j] : 0.0f;
+    }
   };
   const int blocks = static_cast<int>(m.inner / 128);
   const int64_t step_bytes = s.slots / 8 * terms * 1024;

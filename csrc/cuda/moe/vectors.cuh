@@ -40,12 +40,10 @@ __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int fea
 
 // As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one. u becomes the result. The activation
 // is chosen outside the loops, so that a launch fetches the instructions of its own only.
-template <int kCount>
-__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[kCount],
-                                         float (&u)[kCount]) {
+__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], float (&u)[4]) {
   const auto each = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) f(gate[i], u[i]);
+    for (int i = 0; i < 4; ++i) f(gate[i], u[i]);
   };
   if (m.activation == kRelu2) {
     return each([](float, float& u) {
