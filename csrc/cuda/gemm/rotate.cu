@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
     if (lane == 0) largest[warp] = most;
   }
   __syncthreads();
-  const int exponent = real ? row_exponent_of(warp_max(largest[lane % kRotateWarps])) : 0;
+  const int exponent = real ? row_exponent_of(warp_max(largest[lane % kRotateWarps]), 16) : 0;
   if (share == 0 && threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
 #pragma unroll 1
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < to.counters;
@@ -191,7 +191,6 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
 }
 
 // Swizzled rows that begin at multiples of 16 elements: a block each.
-template <int kTurns>
 __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g, const Rotated to) {
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
@@ -204,8 +203,8 @@ __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g,
   const auto write = [&](int column, float (&v)[16]) {
     write_atoms(v, atom_of(to, row, column / 64), row, column, 1);
   };
-  const int exponent = rotate_row<kTurns>(static_cast<const __half*>(g.suh),
-                                          static_cast<int>(g.in_tiles / 8), load, write);
+  const int exponent =
+      rotate_row(static_cast<const __half*>(g.suh), static_cast<int>(g.in_tiles / 8), load, write);
   if (threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
   for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
@@ -219,16 +218,10 @@ bool in_sixteens(const Gemm& g) {
 }
 
 cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
-  const RowShape shape = row_shape(g.in_tiles / 8);
-  const auto launch = [&](auto kernel) {
-    const cudaError_t error = prefer_shared(kernel);
-    if (error != cudaSuccess) return error;
-    kernel<<<static_cast<unsigned>(rows), shape.threads, 0, stream>>>(g, to);
-    return cudaGetLastError();
-  };
-  return shape.turns == 1   ? launch(rotate_many_rows<1>)
-         : shape.turns == 2 ? launch(rotate_many_rows<2>)
-                            : launch(rotate_many_rows<kMostTurns>);
+  const cudaError_t error = prefer_shared(rotate_many_rows);
+  if (error != cudaSuccess) return error;
+  rotate_many_rows<<<static_cast<unsigned>(rows), row_threads(g.in_tiles / 8), 0, stream>>>(g, to);
+  return cudaGetLastError();
 }
 
 template <Layout kLayout>

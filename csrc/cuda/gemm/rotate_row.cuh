@@ -7,91 +7,84 @@
 
 namespace trellis::cuda {
 
-constexpr int kRowWarps = 8;   // of a block, at most
+constexpr int kRowWarps = 16;  // of a block, at most
 constexpr int kRowBlocks = 4;  // 128-blocks of a warp
-constexpr int kMostTurns = 4;  // of a block over the row, with what it has loaded in registers
 
-// The exponent of a power of two near the largest magnitude of x * suh in a row, given that over 2^16:
-// whatever the activations are, what is left fits FP16 and float32 holds every sum.
-__device__ __forceinline__ int row_exponent_of(float most) {
+// The exponent of a power of two near a row's largest magnitude, given that over 2^below: what is left fits FP16.
+__device__ __forceinline__ int row_exponent_of(float most, int below) {
   if (!(most > 0.0f) || isinf(most)) return 0;
   const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
-  return max(-100, min(126, exponent + 16));
+  return max(-126, min(126, exponent + below));
 }
 
 // Returns the exponent of the row's scale. load(column, v) gives 16 neighbours of x, write(column, v) takes what
-// becomes of them. Rows longer than kTurns turns are loaded twice.
-template <int kTurns, typename Load, typename Write>
+// becomes of them. Rows of more than kRowWarps * kRowBlocks blocks are loaded twice.
+template <typename Load, typename Write>
 __device__ __forceinline__ int rotate_row(const __half* suh, int blocks, Load load, Write write) {
   __shared__ float largest[kRowWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
-  const int chunks = (blocks + kTurns * warps * kRowBlocks - 1) / (kTurns * warps * kRowBlocks);
+  const int turns = (blocks + warps * kRowBlocks - 1) / (warps * kRowBlocks);
   const bool wide = reinterpret_cast<uintptr_t>(suh) % 16 == 0;
-  const auto block_of = [&](int chunk, int turn) {
-    return ((chunk * kTurns + turn) * warps + warp) * kRowBlocks + lane / 8;
+  const auto block_of = [&](int turn) { return (turn * warps + warp) * kRowBlocks + lane / 8; };
+  float held[16];
+  const auto load_turn = [&](int turn) {
+#pragma unroll
+    for (float& value : held) value = 0.0f;
+    // Lanes beyond the end go through the motions, since whole warps do.
+    const int block = block_of(turn);
+    load(min(block, blocks - 1) * 128 + lane % 8 * 16, held);
+#pragma unroll
+    for (float& value : held) value = block < blocks ? value : 0.0f;
   };
-  float held[kTurns][16];
-  const auto load_chunk = [&](int chunk) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-#pragma unroll
-      for (float& value : held[turn]) value = 0.0f;
-      // Lanes beyond the end go through the motions, since whole warps do.
-      const int block = block_of(chunk, turn);
-      load(min(block, blocks - 1) * 128 + lane % 8 * 16, held[turn]);
-#pragma unroll
-      for (float& value : held[turn]) value = block < blocks ? value : 0.0f;
-    }
-  };
-  const auto scaled = [&](int chunk, int turn, float factor, float (&v)[16]) {
-    const int block = block_of(chunk, turn);
+  const auto scaled = [&](int turn, float factor, float (&v)[16]) {
+    const int block = block_of(turn);
     load_sixteen(suh + (block < blocks ? block * 128 + lane % 8 * 16 : 0), wide, v);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = held[turn][i] * factor * v[i];
+    for (int i = 0; i < 16; ++i) v[i] = held[i] * factor * v[i];
   };
-  float most = 0.0f;
+  const auto largest_over = [&](float factor) {
+    float most = 0.0f;
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    load_chunk(chunk);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn < turns; ++turn) {
       float v[16];
-      scaled(chunk, turn, 0x1p-16f, v);  // x * suh itself may overflow
+      load_turn(turn);
+      scaled(turn, factor, v);
 #pragma unroll
       for (const float value : v) most = fmaxf(most, fabsf(value));
     }
+    most = warp_max(most);
+    __syncthreads();  // an earlier result has been read
+    if (lane == 0) largest[warp] = most;
+    __syncthreads();
+    return warp_max(lane < warps ? largest[lane] : 0.0f);
+  };
+  float most = largest_over(1.0f);
+  int below = 0;
+  if (isinf(most)) {  // x * suh may overflow where x * suh / 2^16 cannot
+    below = 16;
+    most = largest_over(0x1p-16f);
   }
-  most = warp_max(most);
-  if (lane == 0) largest[warp] = most;
-  __syncthreads();
-  const int exponent = row_exponent_of(warp_max(lane < warps ? largest[lane] : 0.0f));
+  const int exponent = row_exponent_of(most, below);
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunks > 1) load_chunk(chunk);
+  for (int turn = 0; turn < turns; ++turn) {
+    float v[16];
+    if (turns > 1) load_turn(turn);
+    scaled(turn, power_of_two(-exponent), v);
+    lanes_hadamard(v, lane);
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      float v[16];
-      scaled(chunk, turn, power_of_two(-exponent), v);
-      lanes_hadamard(v, lane);
-#pragma unroll
-      for (float& value : v) value *= kHadamardScale;
-      const int block = block_of(chunk, turn);
-      if (block < blocks) write(block * 128 + lane % 8 * 16, v);
-    }
+    for (float& value : v) value *= kHadamardScale;
+    const int block = block_of(turn);
+    if (block < blocks) write(block * 128 + lane % 8 * 16, v);
   }
   return exponent;
 }
 
-// How many threads take a row of so many 128-blocks in so many turns, both the least.
-struct RowShape {
-  int turns, threads;
-};
-inline RowShape row_shape(int64_t blocks) {
+// Threads of a block for a row of so many 128-blocks.
+inline int row_threads(int64_t blocks) {
   const int64_t groups = (blocks + kRowBlocks - 1) / kRowBlocks;
-  const int turns = groups <= kRowWarps ? 1 : groups <= 2 * kRowWarps ? 2 : kMostTurns;
-  const int64_t warps = (groups + turns - 1) / turns;
-  return {turns, static_cast<int>(warps < kRowWarps ? warps : kRowWarps) * 32};
+  const int64_t turns = (groups + kRowWarps - 1) / kRowWarps;
+  return static_cast<int>((groups + turns - 1) / turns) * 32;
 }
 
 // Where eight neighbours of a row's 64 inputs lie in swizzled atoms of eight rows, as wgmma reads them: 16-byte

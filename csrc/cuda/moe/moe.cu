@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "../gemm/launch.cuh"
-#include "../gemm/rotate_row.cuh"
 #include "experts.cuh"
 #include "routes.h"
 #include "tiles.cuh"
@@ -20,8 +19,6 @@ constexpr int64_t kInvariantTokens = 128;
 constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
 // Tokens up to which down adds the routes up, a warp a token: a launch less.
 constexpr int64_t kAddTokens = 8;
-// The activation between tiles keeps a row of so many in the registers of a block.
-constexpr int64_t kLargestInner = kRowWarps * kRowBlocks * kMostTurns * 128;
 
 struct Sizes {
   int64_t top_k, experts, slices, hidden, inner;
@@ -129,8 +126,7 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
   MoePlan plan = {};
   plan.chunk_tokens = std::max<int64_t>(1, std::min(tokens, kChunkRoutes / top_k));
   const int64_t average = plan.chunk_tokens * top_k / experts;
-  const bool tiles =
-      average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens && inner <= kLargestInner;
+  const bool tiles = average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens;
   plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
   plan.grid = 2 * sm_count;
   plan.wgmma = capability == 90;

@@ -59,8 +59,7 @@ struct Slot {
 };
 
 // blockIdx.y: slice and rotation. Rows of padding are zeros, so that tiles read nothing that was never written.
-template <int kTurns>
-__global__ void __launch_bounds__(kRowWarps * 32)
+__global__ void __launch_bounds__(kRowWarps * 32, 2)
     rotate_slots(const Moe m, const MoeScratch s, const int rotations, const int terms) {
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -90,13 +89,12 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   };
   const Projection& p = of_gate ? m.gate : m.up;
   const int exponent =
-      rotate_row<kTurns>(vector_of(p.suh, slot.expert * m.slices + slice), blocks, load, write);
+      rotate_row(vector_of(p.suh, slot.expert * m.slices + slice), blocks, load, write);
   if (threadIdx.x == 0) s.x_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
 }
 
 // blockIdx.y: slice.
-template <int kTurns>
-__global__ void __launch_bounds__(kRowWarps * 32)
+__global__ void __launch_bounds__(kRowWarps * 32, 2)
     activate_slots(const Moe m, const MoeScratch s, const int terms) {
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -132,12 +130,12 @@ __global__ void __launch_bounds__(kRowWarps * 32)
   const auto write = [&](int column, float (&v)[16]) {
     write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
   };
-  const int exponent = rotate_row<kTurns>(vector_of(m.down.suh, matrix), blocks, load, write);
+  const int exponent = rotate_row(vector_of(m.down.suh, matrix), blocks, load, write);
   if (threadIdx.x == 0) s.inner_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
 }
 
 // A warp a token and 512 features of y: transforms, weights, biases and sums in the order of slots and slices.
-__global__ void __launch_bounds__(kAddWarps * 32) add_slots(const Moe m, const MoeScratch s) {
+__global__ void __launch_bounds__(kAddWarps * 32, 4) add_slots(const Moe m, const MoeScratch s) {
   const int lane = threadIdx.x % 32;
   const int groups = static_cast<int>((m.hidden + 511) / 512);
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kAddWarps + threadIdx.x / 32;
@@ -205,15 +203,13 @@ __global__ void __launch_bounds__(kAddWarps * 32) add_slots(const Moe m, const M
     write_y(m, token, feature + i, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
 }
 
-// One of the two kernels above, whose rows have so many 128-blocks.
-template <typename One, typename Two, typename Most, typename... Arguments>
-cudaError_t launch_rows(One one, Two two, Most most, int64_t blocks, dim3 grid, cudaStream_t stream,
-                        Arguments... arguments) {
-  const RowShape shape = row_shape(blocks);
-  const auto kernel = shape.turns == 1 ? one : shape.turns == 2 ? two : most;
+// A block for each row, of so many 128-blocks.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_rows(void (*kernel)(Parameters...), int64_t blocks, dim3 grid,
+                        cudaStream_t stream, Arguments... arguments) {
   const cudaError_t error = prefer_shared(kernel);
   if (error != cudaSuccess) return error;
-  return launch_overlapping_grid(kernel, grid, shape.threads, 0, 1, stream, arguments...);
+  return launch_overlapping_grid(kernel, grid, row_threads(blocks), 0, 1, stream, arguments...);
 }
 
 dim3 grid_of(int64_t x, int64_t y) {
@@ -225,15 +221,14 @@ dim3 grid_of(int64_t x, int64_t y) {
 cudaError_t launch_rotate_slots(const Moe& m, const MoeScratch& scratch, int terms,
                                 cudaStream_t stream) {
   const int rotations = one_rotation(m) ? 1 : 2;
-  return launch_rows(rotate_slots<1>, rotate_slots<2>, rotate_slots<kMostTurns>, m.hidden / 128,
-                     grid_of(scratch.slots, m.slices * rotations), stream, m, scratch, rotations,
-                     terms);
+  return launch_rows(rotate_slots, m.hidden / 128, grid_of(scratch.slots, m.slices * rotations),
+                     stream, m, scratch, rotations, terms);
 }
 
 cudaError_t launch_activate_slots(const Moe& m, const MoeScratch& scratch, int terms,
                                   cudaStream_t stream) {
-  return launch_rows(activate_slots<1>, activate_slots<2>, activate_slots<kMostTurns>,
-                     m.inner / 128, grid_of(scratch.slots, m.slices), stream, m, scratch, terms);
+  return launch_rows(activate_slots, m.inner / 128, grid_of(scratch.slots, m.slices), stream, m,
+                     scratch, terms);
 }
 
 cudaError_t launch_add_slots(const Moe& m, const MoeScratch& scratch, cudaStream_t stream) {

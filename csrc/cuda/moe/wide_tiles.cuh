@@ -25,11 +25,13 @@ __device__ __forceinline__ void with_kind(int kind, F f) {
 #define TRELLIS_KIND(words, codebook) \
   case codebook * 15 + words / 8 - 2: \
     return f(std::integral_constant<int, words>{}, std::integral_constant<int, codebook>{});
-#define TRELLIS_KINDS(codebook)                                                    \
-  TRELLIS_KIND(16, codebook)                                                       \
-  TRELLIS_KIND(32, codebook)                                                       \
-  TRELLIS_KIND(48, codebook) TRELLIS_KIND(64, codebook) TRELLIS_KIND(80, codebook) \
-      TRELLIS_KIND(96, codebook) TRELLIS_KIND(112, codebook) TRELLIS_KIND(128, codebook)
+#define TRELLIS_KINDS(codebook) \
+  TRELLIS_KIND(16, codebook)    \
+  TRELLIS_KIND(32, codebook)    \
+  TRELLIS_KIND(48, codebook)    \
+  TRELLIS_KIND(64, codebook)    \
+  TRELLIS_KIND(80, codebook)    \
+  TRELLIS_KIND(96, codebook) TRELLIS_KIND(112, codebook) TRELLIS_KIND(128, codebook)
   switch (kind) {
     TRELLIS_KINDS(kInst3)
     TRELLIS_KINDS(kMcg)
