@@ -27,29 +27,23 @@ __device__ __forceinline__ int rotate_row(const __half* suh, int blocks, Load lo
   const int turns = (blocks + warps * kRowBlocks - 1) / (warps * kRowBlocks);
   const bool wide = reinterpret_cast<uintptr_t>(suh) % 16 == 0;
   const auto block_of = [&](int turn) { return (turn * warps + warp) * kRowBlocks + lane / 8; };
-  float held[16];
-  const auto load_turn = [&](int turn) {
+  float v[16];  // x * factor * suh
+  const auto load_turn = [&](int turn, float factor) {
 #pragma unroll
-    for (float& value : held) value = 0.0f;
+    for (float& value : v) value = 0.0f;
     // Lanes beyond the end go through the motions, since whole warps do.
-    const int block = block_of(turn);
-    load(min(block, blocks - 1) * 128 + lane % 8 * 16, held);
+    const int block = block_of(turn), column = min(block, blocks - 1) * 128 + lane % 8 * 16;
+    float scale[16];
+    load(column, v);
+    load_sixteen(suh + column, wide, scale);
 #pragma unroll
-    for (float& value : held) value = block < blocks ? value : 0.0f;
-  };
-  const auto scaled = [&](int turn, float factor, float (&v)[16]) {
-    const int block = block_of(turn);
-    load_sixteen(suh + (block < blocks ? block * 128 + lane % 8 * 16 : 0), wide, v);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = held[i] * factor * v[i];
+    for (int i = 0; i < 16; ++i) v[i] = block < blocks ? v[i] * factor * scale[i] : 0.0f;
   };
   const auto largest_over = [&](float factor) {
     float most = 0.0f;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
-      float v[16];
-      load_turn(turn);
-      scaled(turn, factor, v);
+      load_turn(turn, factor);
 #pragma unroll
       for (const float value : v) most = fmaxf(most, fabsf(value));
     }
@@ -60,20 +54,22 @@ __device__ __forceinline__ int rotate_row(const __half* suh, int blocks, Load lo
     return warp_max(lane < warps ? largest[lane] : 0.0f);
   };
   float most = largest_over(1.0f);
-  int below = 0;
-  if (isinf(most)) {  // x * suh may overflow where x * suh / 2^16 cannot
-    below = 16;
+  int exponent = row_exponent_of(most, 0);
+  // A row is scaled after the transform, which changes nothing, unless x * suh or its sums might overflow or
+  // lose bits.
+  const bool before = isinf(most) || (most > 0.0f && (exponent < -60 || exponent > 100));
+  if (isinf(most)) {
     most = largest_over(0x1p-16f);
+    exponent = row_exponent_of(most, 16);
   }
-  const int exponent = row_exponent_of(most, below);
+  const float scale = power_of_two(-exponent);
+  const float after = kHadamardScale * (before ? 1.0f : scale);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    float v[16];
-    if (turns > 1) load_turn(turn);
-    scaled(turn, power_of_two(-exponent), v);
+    if (turns > 1 || before) load_turn(turn, before ? scale : 1.0f);
     lanes_hadamard(v, lane);
 #pragma unroll
-    for (float& value : v) value *= kHadamardScale;
+    for (float& value : v) value *= after;
     const int block = block_of(turn);
     if (block < blocks) write(block * 128 + lane % 8 * 16, v);
   }
@@ -103,7 +99,7 @@ __device__ __forceinline__ void write_atoms(float (&v)[16], char* atom, int64_t 
     for (int i = 0; i < 8; ++i) {
       const __half2 two = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
       pairs[i] = reinterpret_cast<const uint32_t&>(two);
-      v[2 * i] -= __low2float(two), v[2 * i + 1] -= __high2float(two);
+      if (term + 1 < terms) v[2 * i] -= __low2float(two), v[2 * i + 1] -= __high2float(two);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
