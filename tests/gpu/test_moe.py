@@ -247,6 +247,45 @@ def test_padded_sizes(hidden, inner, tokens):
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(8448, 128), (128, 8448)])
+def test_rows_longer_than_a_block_holds(hidden, inner):
+    experts = make_experts(2, hidden=hidden, intermediate=inner)
+    x = torch.randn(130, hidden).to(BF16)
+    ids, weights = routing(130, 1, 2)
+    y = run(experts.layout(), x, ids, weights, out_dtype=F32)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+def test_more_routes_of_a_token_than_a_warp_has_lanes():
+    experts = make_experts(64, hidden=128, intermediate=128, biases=True)
+    x = torch.randn(200, 128)
+    ids, weights = routing(200, 40, 64)
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
+@BOTH_WAYS
+def test_tensors_that_begin_at_odd_elements(tokens):
+    experts = make_experts(3, biases=True)
+    layout = experts.layout().to("cuda")
+    ids, weights = routing(tokens, 2, 3)
+    x = torch.randn(tokens, 256).half()
+
+    def odd(t):
+        moved = torch.zeros(t.numel() + 1, dtype=t.dtype, device="cuda")
+        moved[1:] = t.flatten()
+        return moved[1:].view(t.shape)
+
+    tensors = [
+        t if t is None or t is layout.packed or t is layout.table else odd(t)
+        for t in arguments(layout)
+    ]
+    y = OPS.rank_sliced_moe(
+        odd(x.cuda()), odd(ids.cuda()), odd(weights.cuda()), *tensors, *options(layout)
+    )
+    assert worst_row(y.cpu(), experts.want(x, ids, weights)) <= BOUNDS[F32]
+
+
 @BOTH_WAYS
 @pytest.mark.parametrize("slices", [1, 4])
 def test_vectors_that_experts_share(slices, tokens):

@@ -44,29 +44,28 @@ __device__ __forceinline__ void add_bias_sixteen(const Stack& bias, int64_t row,
   });
 }
 
-// A slot of one slice (and rotation), which is the row of a block.
+// A slot of one slice, which is the row of a block.
 struct Slot {
-  int64_t slot, place;  // place: blockIdx.y
-  int route;            // -1: padding
+  int64_t slot, slice;
+  int route;  // -1: padding
   int64_t token, expert;
   bool there;
 
   __device__ Slot(const Moe& m, const MoeScratch& s)
-      : slot(blockIdx.x), place(blockIdx.y), route(s.route[slot]), there(slot < s.count[1]) {
+      : slot(blockIdx.x), slice(blockIdx.y), route(s.route[slot]), there(slot < s.count[1]) {
     token = max(route, 0) / m.top_k;
     expert = there && route >= 0 ? expert_of_route(m, route) : 0;
   }
 };
 
-// blockIdx.y: slice and rotation. Rows of padding are zeros, so that tiles read nothing that was never written.
+// Rows of padding are zeros, so that tiles read nothing that was never written. Where gate and up scale their
+// inputs by different suh, one rotation after the other.
 __global__ void __launch_bounds__(kRowWarps * 32, 2)
-    rotate_slots(const Moe m, const MoeScratch s, const int rotations, const int terms) {
+    rotate_slots(const Moe m, const MoeScratch s, const int terms) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const Slot slot(m, s);
   if (!slot.there) return;
-  const int slice = static_cast<int>(slot.place) / rotations;
-  const bool of_gate = rotations == 2 && slot.place % 2 == 0;
   const int64_t columns = slot.route < 0 ? 0 : m.columns;
   const auto load = [&](int column, float (&v)[16]) {
     with_dtype(m.x_dtype, m.x, [&](const auto* all) {
@@ -80,29 +79,32 @@ __global__ void __launch_bounds__(kRowWarps * 32, 2)
       }
     });
   };
-  const int blocks = static_cast<int>(m.hidden / 128);
+  const int blocks = static_cast<int>(m.hidden / 128), rotations = one_rotation(m) ? 1 : 2;
   const int64_t step_bytes = s.slots / 8 * terms * 1024;
-  char* const atoms = reinterpret_cast<char*>(s.x) + slot.place * blocks * 2 * step_bytes +
-                      slot.slot / 8 * terms * 1024;
-  const auto write = [&](int column, float (&v)[16]) {
-    write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
-  };
-  const Projection& p = of_gate ? m.gate : m.up;
-  const int exponent =
-      rotate_row(vector_of(p.suh, slot.expert * m.slices + slice), blocks, load, write);
-  if (threadIdx.x == 0) s.x_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
+#pragma unroll 1
+  for (int rotation = 0; rotation < rotations; ++rotation) {
+    const int64_t place = slot.slice * rotations + rotation;
+    char* const atoms = reinterpret_cast<char*>(s.x) + place * blocks * 2 * step_bytes +
+                        slot.slot / 8 * terms * 1024;
+    const auto write = [&](int column, float (&v)[16]) {
+      write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
+    };
+    const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
+    const int exponent =
+        rotate_row(vector_of(p.suh, slot.expert * m.slices + slot.slice), blocks, load, write);
+    if (threadIdx.x == 0) s.x_scales[place * s.slots + slot.slot] = power_of_two(exponent);
+  }
 }
 
-// blockIdx.y: slice.
 __global__ void __launch_bounds__(kRowWarps * 32, 2)
     activate_slots(const Moe m, const MoeScratch s, const int terms) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const Slot slot(m, s);
   if (!slot.there) return;
-  const int64_t matrix = slot.expert * m.slices + slot.place;
+  const int64_t matrix = slot.expert * m.slices + slot.slice;
   const bool gated = m.gate.suh.data != nullptr;
-  const float* const sums = s.sums + (slot.place * 2 * s.slots + slot.slot) * m.inner;
+  const float* const sums = s.sums + (slot.slice * 2 * s.slots + slot.slot) * m.inner;
   const auto load = [&](int feature, float (&u)[16]) {
     if (slot.route < 0) return;
     float g[16] = {};
@@ -125,13 +127,13 @@ __global__ void __launch_bounds__(kRowWarps * 32, 2)
   };
   const int blocks = static_cast<int>(m.inner / 128);
   const int64_t step_bytes = s.slots / 8 * terms * 1024;
-  char* const atoms = reinterpret_cast<char*>(s.inner) + slot.place * blocks * 2 * step_bytes +
+  char* const atoms = reinterpret_cast<char*>(s.inner) + slot.slice * blocks * 2 * step_bytes +
                       slot.slot / 8 * terms * 1024;
   const auto write = [&](int column, float (&v)[16]) {
     write_atoms(v, atoms + column / 64 * step_bytes, slot.slot, column, terms);
   };
   const int exponent = rotate_row(vector_of(m.down.suh, matrix), blocks, load, write);
-  if (threadIdx.x == 0) s.inner_scales[slot.place * s.slots + slot.slot] = power_of_two(exponent);
+  if (threadIdx.x == 0) s.inner_scales[slot.slice * s.slots + slot.slot] = power_of_two(exponent);
 }
 
 // A warp a token and 512 features of y: transforms, weights, biases and sums in the order of slots and slices.
@@ -220,9 +222,8 @@ dim3 grid_of(int64_t x, int64_t y) {
 
 cudaError_t launch_rotate_slots(const Moe& m, const MoeScratch& scratch, int terms,
                                 cudaStream_t stream) {
-  const int rotations = one_rotation(m) ? 1 : 2;
-  return launch_rows(rotate_slots, m.hidden / 128, grid_of(scratch.slots, m.slices * rotations),
-                     stream, m, scratch, rotations, terms);
+  return launch_rows(rotate_slots, m.hidden / 128, grid_of(scratch.slots, m.slices), stream, m,
+                     scratch, terms);
 }
 
 cudaError_t launch_activate_slots(const Moe& m, const MoeScratch& scratch, int terms,
