@@ -54,14 +54,14 @@ int64_t small_scratch_bytes(const Gemm& g, int64_t share);
 cudaError_t launch_small(const Gemm& g, void* scratch, int64_t share, cudaStream_t stream);
 
 // ---- many rows: with wgmma on sm_90a (gemm/wide*), with mma on others (gemm/tiled*) --------------------
+// Rows of a tile that leave together and, where blocks share a tile, meet together: what registers allow.
+__host__ __device__ constexpr int out_rows(int rows) { return rows == 256 ? 64 : 32; }
+
 // How the product is cut into tiles of two column blocks (256 output features) by `rows` rows, and those
 // into steps of 64 inputs. A worker is a block, or a cluster of two blocks where rows are 256. Workers
 // take whole tiles in turn; what would not fill the last round evenly is cut into equal stretches of
 // steps instead. Where tiles are few, a worker is a cluster of blocks that take a slice of one tile's
 // steps each.
-// Rows of a tile that leave together and, where blocks share a tile, meet together: what registers allow.
-__host__ __device__ constexpr int out_rows(int rows) { return rows == 256 ? 64 : 32; }
-
 struct TileSchedule {
   bool wgmma;
   int rows;

@@ -16,10 +16,10 @@ constexpr int kWideTileShared = kWideTileStages<kTerms> * kTileStage<kTerms>;
 
 #ifdef TRELLIS_SM90A
 
-// f(rate, codebook), both known at compile time, by one jump.
 __device__ __forceinline__ int kind_of(int tile_words, int codebook) {
   return codebook * 15 + tile_words / 8 - 2;
 }
+// f(rate, codebook), both known at compile time, by one jump: what with_rate and with_codebook do by two.
 template <typename F>
 __device__ __forceinline__ void with_kind(int kind, F f) {
 #define TRELLIS_KIND(words, codebook) \
