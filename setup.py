@@ -168,7 +168,9 @@ def cuda_targets(nvcc: str) -> list[str]:
             )
         names = [arch]
     else:
-        names = [{"90": "90a"}.get(gpu, gpu) for gpu in visible_gpus()]
+        names = visible_gpus()
+    # Hopper's own instructions are those of 90a; a build for 90 would lack the kernels they make.
+    names = [{"90": "90a"}.get(name, name) for name in names]
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     return [*flags, "-gencode=arch=compute_80,code=compute_80"] if arch == "all" else flags
 

@@ -222,7 +222,7 @@ def test_cuda_architectures(build, monkeypatch):
     monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "all")
     ptx = "-gencode=arch=compute_80,code=compute_80"
     assert build.cuda_targets("nvcc") == [*flags("80", "90a", "120"), ptx]
-    for arch in ("90a", "sm_90a"):
+    for arch in ("90a", "sm_90a", "90", "sm_90"):
         monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", arch)
         assert build.cuda_targets("nvcc") == flags("90a")
     monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "80;90")

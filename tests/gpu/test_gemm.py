@@ -187,7 +187,9 @@ def test_any_finite_activation(codebook, m):
         column.bfloat16(),
         (base * 1e30).bfloat16(),
         (base * 1e30).float(),
+        (base * 1e36).float(),
         (base * 1e-30).float(),
+        (base * 1e-37).float(),
         torch.full((m, 512), 6e4, device="cuda", dtype=torch.float16),
     ]
     for x in cases:

@@ -13,8 +13,9 @@ constexpr int kRowBlocks = 4;  // 128-blocks of a warp
 // The exponent of a power of two near a row's largest magnitude, given that over 2^below: what is left fits FP16.
 __device__ __forceinline__ int row_exponent_of(float most, int below) {
   if (!(most > 0.0f) || isinf(most)) return 0;
-  const int exponent = (__float_as_int(most) >> 23) - 127;  // -127 for a denormal number
-  return max(-126, min(126, exponent + below));
+  // Denormal numbers have no exponent of their own.
+  if (most < 0x1p-126f) most *= 0x1p24f, below -= 24;
+  return max(-126, min(126, (__float_as_int(most) >> 23) - 127 + below));
 }
 
 // Returns the exponent of the row's scale. load(column, v) gives 16 neighbours of x, write(column, v) takes what

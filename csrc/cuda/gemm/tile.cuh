@@ -185,7 +185,8 @@ __device__ __forceinline__ void finish_rows(const Gemm& g, float* out, int64_t c
     float by[8];
     read(svh + first + i * kApart, by);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) z[i][j] = z[i][j] * row_scale * by[j];
+    for (int j = 0; j < 8; ++j)
+      z[i][j] = z[i][j] * by[j] * row_scale;  // neither overflows before y
     if (g.bias != nullptr) {
       read(bias + first + i * kApart, by);
 #pragma unroll

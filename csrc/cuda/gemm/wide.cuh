@@ -85,12 +85,15 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
       uint64_t* const here = full + ring.stage;
       const int k_tiles = static_cast<int>(min(
           static_cast<int64_t>(kStepTiles), g.in_tiles - static_cast<int64_t>(step) * kStepTiles));
+      const uint32_t mine = warp < k_tiles ? bytes : 0;
+      const bool brings_x = warp == kStepTiles - 1;
       barrier_wait(empty + ring.stage, ring.parity ^ 1);
-      if (warp == 0) barrier_expect(here, Shape::kX + k_tiles * bytes);
-      if (warp < k_tiles && bytes > 0)
-        copy_bulk(packed_stages + ring.stage * Shape::kPacked + warp * Shape::kKTile, packed, bytes,
+      // Whoever has nothing to bring arrives as well: else it might miss a turn of the ring, and wait for ever.
+      barrier_expect(here, mine + (brings_x ? Shape::kX : 0));
+      if (mine > 0)
+        copy_bulk(packed_stages + ring.stage * Shape::kPacked + warp * Shape::kKTile, packed, mine,
                   here, weights_policy);
-      if (warp == kStepTiles - 1) {
+      if (brings_x) {
         // The activations come from the launch in front; the weights did not have to wait for it.
         if (!waited) wait_for_previous_kernel();
         waited = true;
@@ -251,7 +254,7 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
-      barrier_init(full + i, 1);
+      barrier_init(full + i, kStepTiles);  // the warps that copy
       barrier_init(empty + i, Shape::kMathWarps * Shape::kCluster);
     }
     barrier_init_fence();
