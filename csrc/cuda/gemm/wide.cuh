@@ -1,16 +1,16 @@
 // y for more than 32 rows on Hopper: each weight is decoded once for a tile of 64, 128 or 256 rows,
 // straight into the registers from which wgmma takes it. No copy of the decoded matrix exists anywhere.
 //
-// Two launches. `rotate_rows` (rotate.cu) writes H(x * suh) in the swizzled atoms that wgmma reads. Then
-// workers take tiles of two column blocks (128 output features, one Hadamard block, each) by kRows rows.
-// With up to 128 rows a worker is one block with four warpgroups; with 256 rows it is a cluster of two
-// blocks, each with two warpgroups and one of the column blocks, which share every load of x.
+// Two launches. rotate.cu writes H(x * suh) in the swizzled atoms that wgmma reads. Then workers take tiles
+// of two column blocks (128 output features, one Hadamard block, each) by kRows rows. With up to 128 rows a
+// worker is one block with four warpgroups; with 256 rows it is a cluster of two blocks, each with two
+// warpgroups and one of the column blocks, which share every load of x.
 //
 // Roles: the last warpgroup, a lane of each warp, brings packed tiles and x, a step of 64 inputs at a time,
-// into a ring of stages by bulk copies, of which one lane could not issue enough; the others decode and multiply. Weights are the A
-// operand: warp w of a warpgroup decodes one tile of 16 output features, and a lane's eight weights of a
-// tile are its own part of the fragment. While the tensor cores work on some k tiles, the warp
-// decodes the next.
+// into a ring of stages by bulk copies, of which one lane could not issue enough; the others decode and
+// multiply. Weights are the A operand: warp w of a warpgroup decodes one tile of 16 output features, and a
+// lane's eight weights of a tile are its own part of the fragment. While the tensor cores work on some k
+// tiles, the warp decodes the next.
 //
 // What a tile's sums go through: where tiles are few, the blocks of a cluster take slices of one tile's
 // steps, and each adds and finishes a share of the rows, which it reads from the others' shared memory.
