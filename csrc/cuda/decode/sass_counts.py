@@ -4,12 +4,14 @@
 
 Needs no GPU, only cuobjdump and nvdisasm (CUDA toolkit, or the PyPI packages nvidia-cuda-cuobjdump
 and nvidia-cuda-nvdisasm). Prints the table of README.md beside it; --check FILE compares instead,
-and fails where a kernel now needs more than it says there.
+and fails where a kernel now needs more than it says there. Fails too where ptxas lets wgmma wait
+for each product, which it only remarks on (C7510, C7512, C7513) and which halves a kernel's speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -40,6 +42,9 @@ def main() -> int:
         rows.update(counts(file))
     if not rows:
         sys.exit(f"sass_counts: no small_k*.o or wide_k*.o in {options.folder}")
+    wide = [*options.folder.glob("wide_k*.o"), *options.folder.parent.glob("moe/wide_tiles_*.o")]
+    if waiting := [name for file in sorted(wide) for name in waits_for_each(file)]:
+        sys.exit("sass_counts: wgmma waits for each product in\n" + "\n".join(waiting))
     lines = table(rows)
     if options.check is None:
         print("\n".join(lines))
@@ -50,14 +55,29 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def counts(file: Path) -> dict[Key, dict[str, float]]:
-    """Instructions per weight by name."""
+@functools.cache
+def functions(file: Path) -> list[str]:
+    """The machine code of each function, its name first."""
     command = ["cuobjdump", "--dump-sass", str(file)]
     text = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ
     ).stdout
+    return text.split("Function : ")[1:]
+
+
+def waits_for_each(file: Path) -> list[str]:
+    """Functions whose products are never left running while something else is done."""
+    return [
+        function.partition("\n")[0]
+        for function in functions(file)
+        if "HGMMA" in function and "DEPBAR.LE gsb0, 0x1" not in function
+    ]
+
+
+def counts(file: Path) -> dict[Key, dict[str, float]]:
+    """Instructions per weight by name."""
     result = {}
-    for function in text.split("Function : ")[1:]:
+    for function in functions(file):
         small = re.match(r"\S*small_kernelILi(\d+)ELi(\d)ELNS0_7OperandE(\d)ELi(\d)E", function)
         wide = re.match(r"\S*wide_kernelILi(\d+)ELi(\d)ELi(\d+)E", function)
         if small is not None:
