@@ -157,8 +157,8 @@ inline void activations(const char* op, const char* name, const Tensor& x, const
   TRELLIS_CHECK(x.dim() >= 1, op, ": ", name, " has 0 dimensions, expected at least 1");
   same_device(op, "trellis", trellis, name, x);
   const int64_t full = trellis.size(0) * 16, columns = x.size(x.dim() - 1);
-  TRELLIS_CHECK(columns >= 1 && columns <= full && columns > full - 128, op, ": ", name, " has ",
-                columns, " columns, expected ", full > 127 ? full - 127 : 1, " to ", full,
+  TRELLIS_CHECK(columns <= full && columns > full - 128, op, ": ", name, " has ", columns,
+                " columns, expected ", full > 127 ? full - 127 : 1, " to ", full,
                 " (in_features of the trellis is ", full, ")");
 }
 

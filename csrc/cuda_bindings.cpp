@@ -68,8 +68,8 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
                           int64_t forced_share) {
   const char* op = "trellis_gemm";
   trellis::checks::gemm(op, x, packed, suh, svh, bias, codebook, out_features, out_dtype);
-  // The sqg codebooks have no CUDA kernel yet.
-  if (codebook > 2)
+  // The sqg codebooks have no CUDA kernel yet, and none has a matrix without inputs or outputs.
+  if (codebook > 2 || packed.numel() == 0)
     return parity_gemm(x, packed, suh, svh, bias, codebook, out_features, out_dtype);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int32_t device = x.get_device_index();

@@ -215,7 +215,7 @@ def activations(op: str, name: str, x: torch.Tensor, weights: torch.Tensor, axis
     _device(op, "trellis", weights, name, x.device)
     full = weights.shape[axis] * 16
     columns = x.shape[-1]
-    if columns < 1 or columns > full or columns <= full - 128:
+    if columns > full or columns <= full - 128:
         side = ("in_features", "out_features")[axis]
         raise ValueError(
             f"{op}: {name} has {columns} columns, expected {max(full - 127, 1)} to {full} "

@@ -174,6 +174,15 @@ def test_without_vectors_and_with_ragged_tiles(rows, columns, out):
         assert worst_row(y, x.double() @ inner[:, :out]) <= BOUNDS[torch.float32]
 
 
+@pytest.mark.parametrize("m", [2, 200])
+def test_a_matrix_without_inputs_gives_the_bias(m):
+    trellis = torch.empty(0, 24, 48, dtype=torch.int16, device="cuda")
+    bias = torch.randn(384, device="cuda")
+    x = torch.empty(m, 0, device="cuda")
+    y = trellis_ops.trellis_gemm(x, trellis, None, None, bias, codebook="mcg")
+    assert torch.equal(y, bias.expand(m, 384))
+
+
 @pytest.mark.parametrize("codebook", ["mcg", "mul1"])
 @pytest.mark.parametrize("m", [1, 6, 16, 32, 64, 128, 200])
 def test_any_finite_activation(codebook, m):
