@@ -94,9 +94,7 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   g.y_dtype = dtype_of(out_dtype);
   g.out_columns = out_features;
 
-  const trellis::cuda::Gpu gpu = {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
-                                      attribute(cudaDevAttrComputeCapabilityMinor, device),
-                                  attribute(cudaDevAttrMultiProcessorCount, device)};
+  const trellis::cuda::Gpu gpu = trellis::cuda::gpu_of(device);
   STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Last), op,
                   ": no such route: ", forced_route);
   Route route = static_cast<Route>(forced_route);

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "cuda/gemm/problem.h"
+
 namespace trellis::cuda {
 
 // libtorch_cuda is not linked, so that the same file loads where torch has no CUDA.
@@ -41,6 +43,12 @@ inline int attribute(cudaDeviceAttr name, int32_t device) {
   int value = 0;
   cudaDeviceGetAttribute(&value, name, device);
   return value;
+}
+
+inline Gpu gpu_of(int32_t device) {
+  return {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+              attribute(cudaDevAttrComputeCapabilityMinor, device),
+          attribute(cudaDevAttrMultiProcessorCount, device)};
 }
 
 }  // namespace trellis::cuda

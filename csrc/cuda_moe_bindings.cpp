@@ -25,7 +25,7 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int6
   for (int device = 0; device < devices; ++device)
     sm_count = std::max(sm_count, attribute(cudaDevAttrMultiProcessorCount, device));
   TRELLIS_CHECK(sm_count > 0, "moe_plan: device is cuda, but no GPU was found");
-  return moe_plan(tokens, top_k, experts, slices, hidden, inner, sm_count, 0).bytes;
+  return moe_plan(tokens, top_k, experts, slices, hidden, inner, sm_count).bytes;
 }
 
 }  // namespace trellis::cuda
@@ -54,12 +54,10 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool w
   const torch::stable::accelerator::DeviceGuard guard(a.x.get_device_index());
   const int32_t device = a.x.get_device_index();
   const int64_t tokens = a.tokens();
-  const int capability = trellis::cuda::attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
-                         trellis::cuda::attribute(cudaDevAttrComputeCapabilityMinor, device);
-  trellis::cuda::MoePlan plan = trellis::cuda::moe_plan(
-      tokens, a.top_k(), a.experts(), a.slices(), a.hidden(), a.inner(),
-      trellis::cuda::attribute(cudaDevAttrMultiProcessorCount, device), capability);
-  plan.wgmma = plan.wgmma && wgmma;
+  const trellis::cuda::Gpu gpu = trellis::cuda::gpu_of(device);
+  trellis::cuda::MoePlan plan = trellis::cuda::moe_plan(tokens, a.top_k(), a.experts(), a.slices(),
+                                                        a.hidden(), a.inner(), gpu.sm_count);
+  plan.wgmma = wgmma && trellis::cuda::can_run(trellis::cuda::Route::Wide128, gpu);
   if (workspace) {
     trellis::checks::workspace(op, *workspace, a.x);
     TRELLIS_CHECK(workspace->numel() >= plan.bytes, op, ": workspace has ", workspace->numel(),

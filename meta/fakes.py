@@ -98,12 +98,13 @@ for _name in (
     _register_moe(_name)
 
 
-for _name in ("_rank_sliced_moe_isa", "_rank_sliced_moe_route"):
+def _forced_moe(x, *arguments):
+    moe_checks.OPS["rank_sliced_moe"](x, *arguments[:-1])
+    return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
 
-    @_fake(_name)
-    def _forced_moe(x, *arguments):
-        moe_checks.OPS["rank_sliced_moe"](x, *arguments[:-1])
-        return x.new_empty(x.shape, dtype=arguments[_MOE_OUT_DTYPE])
+
+for _name in ("_rank_sliced_moe_isa", "_rank_sliced_moe_route"):
+    _fake(_name)(_forced_moe)
 
 
 @_fake("moe_grad")

@@ -121,7 +121,7 @@ cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScra
 }  // namespace
 
 MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
-                 int64_t inner, int sm_count, int capability) {
+                 int64_t inner, int sm_count) {
   const Sizes z{top_k, experts, slices, hidden, inner};
   MoePlan plan = {};
   plan.chunk_tokens = std::max<int64_t>(1, std::min(tokens, kChunkRoutes / top_k));
@@ -129,7 +129,6 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
   const bool tiles = average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens;
   plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
   plan.grid = 2 * sm_count;
-  plan.wgmma = capability == 90;
   plan.bytes = enough_bytes(tokens, z, plan.grid);
   return plan;
 }

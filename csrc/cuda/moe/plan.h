@@ -56,14 +56,15 @@ struct MoeScratch {
 // What is chosen from shapes alone, so that launches need no answer from the device.
 struct MoePlan {
   int64_t chunk_tokens;  // that go through the launches together
-  bool wgmma;  // tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh)
+  // Tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh): the caller's choice.
+  bool wgmma = false;
   int row_groups;
   int grid;  // thread blocks of the products
   int64_t bytes;
 };
 
 MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
-                 int64_t inner, int sm_count, int capability);
+                 int64_t inner, int sm_count);
 
 // All tokens, chunk by chunk. `workspace` holds plan.bytes.
 cudaError_t launch_moe(const Moe& m, MoePlan plan, void* workspace, cudaStream_t stream);

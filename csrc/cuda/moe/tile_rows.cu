@@ -33,17 +33,6 @@ __device__ __forceinline__ void finish_sixteen(const Projection& p, int64_t matr
   for (int i = 0; i < 16; ++i) z[i] *= scale[i];
 }
 
-__device__ __forceinline__ void add_bias_sixteen(const Stack& bias, int64_t row, int feature,
-                                                 float (&z)[16]) {
-  if (bias.data == nullptr) return;
-  with_dtype(bias.dtype, bias.data, [&](const auto* values) {
-    float v[16];
-    load_sixteen(values + row * bias.columns + feature, false, v);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) z[i] += v[i];
-  });
-}
-
 // A slot of one slice, which is the row of a block.
 struct Slot {
   int64_t slot, slice;
@@ -111,10 +100,10 @@ __global__ void __launch_bounds__(kRowWarps * 32, 2)
     load_sums(sums + s.slots * m.inner + feature, u);
     if (gated) load_sums(sums + feature, g);
     finish_sixteen(m.up, matrix, feature, u);
-    add_bias_sixteen(m.up.bias, matrix, feature, u);
+    add_bias(m.up.bias, matrix, feature, u);
     if (gated) {
       finish_sixteen(m.gate, matrix, feature, g);
-      add_bias_sixteen(m.gate.bias, matrix, feature, g);
+      add_bias(m.gate.bias, matrix, feature, g);
     }
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
@@ -181,7 +170,7 @@ __global__ void __launch_bounds__(kAddWarps * 32, 4) add_slots(const Moe m, cons
         if (slot[j] < 0) continue;
         const int64_t expert = __shfl_sync(0xFFFFFFFFu, own_expert, first + j);
         const float weight = __shfl_sync(0xFFFFFFFFu, own_weight, first + j);
-        add_bias_sixteen(m.down.bias, expert, mine, value[j]);
+        add_bias(m.down.bias, expert, mine, value[j]);
 #pragma unroll
         for (int i = 0; i < 16; ++i) sums[i] = fmaf(weight, value[j][i], sums[i]);
       }

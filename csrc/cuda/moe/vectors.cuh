@@ -29,12 +29,13 @@ __device__ __forceinline__ void finish_linear(const Projection& p, int64_t matri
   for (int i = 0; i < 4; ++i) z[i] *= __half2float(svh[i]);
 }
 
+template <int kCount>
 __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int feature,
-                                         float (&z)[4]) {
+                                         float (&z)[kCount]) {
   if (bias.data == nullptr) return;
   with_dtype(bias.dtype, bias.data, [&](const auto* values) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) z[i] += to_float(values[row * bias.columns + feature + i]);
+    for (int i = 0; i < kCount; ++i) z[i] += to_float(values[row * bias.columns + feature + i]);
   });
 }
 

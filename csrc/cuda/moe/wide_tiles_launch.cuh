@@ -1,7 +1,7 @@
 // The host side of the wide tiles; included by wide_tiles_*.cu only.
 #pragma once
 
-#include "../gemm/launch.cuh"
+#include "tiles_launch.cuh"
 #include "wide_tiles.cuh"
 
 namespace trellis::cuda {
@@ -9,12 +9,8 @@ namespace trellis::cuda {
 template <int kTerms>
 cudaError_t launch_wide_tiles_of_experts(bool down, const Moe& m, const MoeScratch& scratch,
                                          int grid, cudaStream_t stream) {
-  const auto launch = [&](auto kernel) {
-    return launch_overlapping(kernel, grid, kTileWarps * 32,
-                              shared_for_even_spread(grid, kWideTileShared<kTerms>), 1, stream, m,
-                              scratch, powers_of_two());
-  };
-  return down ? launch(wide_tile_kernel<true, kTerms>) : launch(wide_tile_kernel<false, kTerms>);
+  return launch_tile_kernel(down ? wide_tile_kernel<true, kTerms> : wide_tile_kernel<false, kTerms>,
+                            kWideTileShared<kTerms>, m, scratch, grid, stream);
 }
 
 }  // namespace trellis::cuda
