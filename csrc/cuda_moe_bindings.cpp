@@ -35,6 +35,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using trellis::MoeArguments;
+using trellis::cuda::FewRoutes;
 
 // The exact and slow op, in Python, through the dispatcher.
 Tensor parity_moe(TRELLIS_MOE_PARAMETERS) {
@@ -48,8 +49,9 @@ Tensor parity_moe(TRELLIS_MOE_PARAMETERS) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// `wgmma`: whether tiles may use it; tests say no.
-Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool wgmma = true) {
+// `wgmma`: whether tiles may use it. Tests say so, and where few routes go.
+Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool wgmma = true,
+           FewRoutes few_routes = FewRoutes::WhereBest) {
   const char* op = "rank_sliced_moe";
   const torch::stable::accelerator::DeviceGuard guard(a.x.get_device_index());
   const int32_t device = a.x.get_device_index();
@@ -58,6 +60,7 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool w
   trellis::cuda::MoePlan plan = trellis::cuda::moe_plan(tokens, a.top_k(), a.experts(), a.slices(),
                                                         a.hidden(), a.inner(), gpu.sm_count);
   plan.wgmma = wgmma && trellis::cuda::can_run(trellis::cuda::Route::Wide128, gpu);
+  plan.few_routes = few_routes;
   if (workspace) {
     trellis::checks::workspace(op, *workspace, a.x);
     TRELLIS_CHECK(workspace->numel() >= plan.bytes, op, ": workspace has ", workspace->numel(),
@@ -95,11 +98,11 @@ Tensor rank_sliced_moe_planned(TRELLIS_MOE_PARAMETERS, Tensor workspace) {
   return has_kernel(a) ? run(a, workspace) : parity_moe(TRELLIS_MOE_ARGUMENTS);
 }
 
-Tensor rank_sliced_moe_route(TRELLIS_MOE_PARAMETERS, bool wgmma) {
+Tensor rank_sliced_moe_route(TRELLIS_MOE_PARAMETERS, bool wgmma, bool few_routes) {
   const MoeArguments a{TRELLIS_MOE_ARGUMENTS};
   trellis::checks::moe("rank_sliced_moe", a);
   TRELLIS_CHECK(has_kernel(a), "rank_sliced_moe: no CUDA kernel for this codebook");
-  return run(a, std::nullopt, wgmma);
+  return run(a, std::nullopt, wgmma, few_routes ? FewRoutes::WhereTheyCan : FewRoutes::Never);
 }
 
 }  // namespace

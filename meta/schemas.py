@@ -52,8 +52,8 @@ SCHEMAS: dict[str, str] = {
     "moe_grad": f"(Tensor grad, {_MOE_LAYER}) -> (Tensor, Tensor)",
     # Private: force one CUDA route and its share of the matrix (see csrc/cuda/gemm/problem.h).
     "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
-    # Private: whether experts' tiles may use wgmma.
-    "_rank_sliced_moe_route": _MOE.replace(") ->", ", bool wgmma) ->"),
+    # Private: whether experts' tiles may use wgmma, and whether few routes go their own way.
+    "_rank_sliced_moe_route": _MOE.replace(") ->", ", bool wgmma, bool few_routes) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
     "_trellis_gemm_isa": _GEMM.replace(") ->", ", int isa) ->"),
     "_rank_sliced_moe_isa": _MOE.replace(") ->", ", int isa) ->"),

@@ -39,20 +39,27 @@ def run(layout, x, ids, weights, activation="silu", **changed) -> torch.Tensor:
 # ---- values -----------------------------------------------------------------------------------
 
 
-def run_without_wgmma(layout, x, ids, weights) -> torch.Tensor:
-    """As GPUs of other kinds than Hopper do it."""
-    layout = layout.to("cuda")
-    inputs = (t.cuda() for t in (x, ids, weights))
-    y = OPS._rank_sliced_moe_route(
-        *inputs, *arguments(layout), *options(layout, out_dtype=x.dtype), False
-    )
-    return y.cpu()
+def run_as(wgmma: bool, few_routes: bool):
+    """The op whose tiles may use wgmma, as on no GPU but Hopper's, and whose few routes go their own way."""
+
+    def function(layout, x, ids, weights, activation="silu") -> torch.Tensor:
+        layout = layout.to("cuda")
+        inputs = (t.cuda() for t in (x, ids, weights))
+        last = options(layout, activation, out_dtype=x.dtype)
+        y = OPS._rank_sliced_moe_route(*inputs, *arguments(layout), *last, wgmma, few_routes)
+        return y.cpu()
+
+    return function
+
+
+few_routes, few_rows, without_wgmma = run_as(True, True), run_as(True, False), run_as(False, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codebook", [name for name in RATES if "sqg" not in name])
 @pytest.mark.parametrize(
-    ("tokens", "function"), [(6, run), (130, run), (400, run), (400, run_without_wgmma)]
+    ("tokens", "function"),
+    [(6, few_routes), (6, few_rows), (130, run), (400, run), (400, without_wgmma)],
 )
 def test_every_rate_of_every_projection(codebook, dtype, tokens, function):
     """Each projection of each expert has another rate; each number of rows has its own kernels."""
@@ -397,6 +404,31 @@ def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
     large = torch.randn(500, 256).to(dtype)
     ids, weights = routing(500, 3, 8)
     assert torch.equal(run(layout, large, ids, weights), run(layout, large, ids, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {},
+        {"hidden": 2304, "intermediate": 128},  # two segments of K; a single 128-block
+        {"hidden": 100, "intermediate": 2100},
+        {"experts": 40, "slices": 4, "hidden": 640, "intermediate": 256, "biases": True},
+        {"codebook": "mul1", "gated": False, "absent": (1,)},
+    ],
+)
+def test_few_routes_have_the_bits_of_few_rows(layer, dtype):
+    """Every way of rows to experts: one each, several, more than one pass serves, none, all to one."""
+    layer = {"experts": 5, "bits": lambda p, e: 2 + (e + len(p)) % 5, **layer}
+    layout = make_experts(**layer).layout()
+    activation = "silu" if layer.get("gated", True) else "relu2"
+    for tokens, top_k in ((1, 1), (1, 5), (3, 2), (8, 4), (16, 8), (64, 2), (128, 1)):
+        x = torch.randn(tokens, layer.get("hidden", 256)).to(dtype)
+        ids, weights = routing(tokens, min(top_k, 5), layer["experts"])
+        for only in (ids, torch.zeros_like(ids), torch.where(ids == 0, -1, ids).int()):
+            want = few_rows(layout, x, only, weights, activation)
+            assert torch.equal(few_routes(layout, x, only, weights, activation), want)
+            assert not want.isnan().any()
 
 
 # ---- capture, workspaces, streams -------------------------------------------------------------

@@ -113,6 +113,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// For an op's first kernel: nothing of it runs before everything in front is there. What is launched next may
+// then read, before its own wait, whatever came before the op.
+__device__ __forceinline__ void begin_after_previous_kernel() {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+
 // Adds one; orders this block's writes (a block barrier must lie between) before it, and what other
 // blocks wrote before their own arrivals after it. Returns the count before.
 __device__ __forceinline__ unsigned arrive(unsigned* counter) {

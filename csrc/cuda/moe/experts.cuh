@@ -12,16 +12,11 @@
 // and no block of outliers costs the others anything.
 #pragma once
 
-#include "../../rates.h"
-#include "../decode/decode.cuh"
-#include "vectors.cuh"
+#include "products.cuh"
 
 namespace trellis::cuda {
 
-constexpr int kExpertWarps = 8;                 // which share K; each takes all eight output tiles
-constexpr int kExpertGroup = 2;                 // k tiles fetched and multiplied at a time
-constexpr int kBlockGroups = 8 / kExpertGroup;  // groups of 128 inputs
-constexpr int kUnitQuads = kExpertWarps * 32;   // quads of sums of eight rows: one a thread
+constexpr int kUnitQuads = kExpertWarps * 32;  // quads of sums of eight rows: one a thread
 // Descriptors that a block keeps, of its first units, so that no segment waits for its own.
 constexpr int kKeptMatrices = 48;
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
@@ -104,10 +99,6 @@ struct Summed {
 // Adds up a segment, whose first groups are in the ring or on their way from `stage` on. Its last groups make
 // room for those of the stretch that comes next, so that the memory does not rest. A function rather than
 // inlined, since a kernel has one for each rate and codebook.
-//
-// Sums are in units of the largest scale so far of their row: those of a 128-block with a smaller one get
-// smaller fragments, and sums shrink where a larger one comes. Powers of two, so nothing is rounded that
-// would count beside the larger block.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
 __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, const Stretch after,
                                                             const PowersOfTwo& powers,
@@ -120,8 +111,6 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   constexpr int kStages = expert_stages(kTileWords);
   constexpr int kRows = kRowGroups * 8;
   constexpr int kLoads = kTerms * kRowGroups;
-  // As in ../gemm/small.cuh.
-  constexpr bool kFourAtATime = kTileWords == 64;
 
   const int lane = threadIdx.x % 32;
   Window<kTileWords> window(lane);
@@ -138,31 +127,15 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   const bool goes_on = follows;
 
   float sums[kRowGroups][8][4] = {};
-  float2 unit[kRowGroups];     // of this lane's two rows of sums
-  float x_unit[kRowGroups];    // of its row of fragments
-  __half2 shrink[kRowGroups];  // what fragments are multiplied by
-#pragma unroll
-  for (int r = 0; r < kRowGroups; ++r) unit[r] = float2{0.0f, 0.0f}, x_unit[r] = 0.0f;
+  RowUnits units[kRowGroups];
   for (int group = s.first; group < s.last; ++group) {
     if (group == s.first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
       const float* const scales = s.scales + group / kBlockGroups * kRows;
 #pragma unroll
-      for (int r = 0; r < kRowGroups; ++r) {
-        const float2 scale = load_global_pair(scales + r * 8 + lane % 4 * 2);
-        const float2 larger{fmaxf(unit[r].x, scale.x), fmaxf(unit[r].y, scale.y)};
-        const float2 by{__fdividef(unit[r].x, larger.x), __fdividef(unit[r].y, larger.y)};
-        const float2 two = load_global_pair(scales + r * 8 + lane / 8 * 2);
-        const float of_x = lane / 4 % 2 == 0 ? two.x : two.y;
-        x_unit[r] = fmaxf(x_unit[r], of_x);
-        shrink[r] = __float2half2_rn(__fdividef(of_x, x_unit[r]));
-        unit[r] = larger;
-        if (group == s.first) continue;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[r][j][i] *= i % 2 == 0 ? by.x : by.y;
-        }
-      }
+      for (int r = 0; r < kRowGroups; ++r)
+        units[r].begin_block(group == s.first, lane,
+                             load_global_pair(scales + r * 8 + lane % 4 * 2),
+                             load_global_pair(scales + r * 8 + lane / 8 * 2), sums[r]);
     }
     copy_wait<kStages - 1>();
     __syncwarp();
@@ -172,38 +145,15 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
 #pragma unroll
       for (int r = 0; r < kLoads; ++r) {
         x[r] = load_shared_pair(stage + kPackedBytes + i * kX + r * 256 + lane * 8);
-        x[r].x = times(x[r].x, shrink[r % kRowGroups]);
-        x[r].y = times(x[r].y, shrink[r % kRowGroups]);
+        x[r].x = times(x[r].x, units[r % kRowGroups].shrink);
+        x[r].y = times(x[r].y, units[r % kRowGroups].shrink);
       }
       uint32_t own[4] = {};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        uint32_t v[3], p[8];
-        const uint32_t tile = stage + i * kKTileBytes + j * kTileBytes;
-        if constexpr (kFourAtATime) {
-          if (j % 4 == 0) load_matrices(own, tile + lane_bytes);
-          v[0] = own[j % 4], v[1] = load_shared(tile + window.index[1]);
-        } else {
-          load_stretch<kTileWords>([=](int byte) { return load_shared(tile + byte); }, window, v);
-        }
-        products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
-        if constexpr (kPacked) {
-          uint32_t a[4];
-          packed_values<kCodebook == kMul1>(p, a);
-#pragma unroll
-          for (int r = 0; r < kLoads; ++r)
-            mma_f16(sums[r % kRowGroups][j], a[0], a[1], a[2], a[3], x[r].x, x[r].y);
-        } else {
-#pragma unroll
-          for (uint32_t& product : p) product = halves(product);
-#pragma unroll
-          for (int r = 0; r < kRowGroups; ++r) {
-            mma_f16(sums[r][j], p[0], p[4], p[1], p[5], __byte_perm(x[r].x, 0, 0x1010),
-                    __byte_perm(x[r].x, 0, 0x3232));
-            mma_f16(sums[r][j], p[2], p[6], p[3], p[7], __byte_perm(x[r].y, 0, 0x1010),
-                    __byte_perm(x[r].y, 0, 0x3232));
-          }
-        }
+        multiply_tile<kTileWords, kCodebook, kPacked>(stage + i * kKTileBytes + j * kTileBytes, j,
+                                                      own, window, lane_bytes, hash, powers, x,
+                                                      sums);
       }
     }
     __syncwarp();  // everybody has read the stage before it is filled again
@@ -237,7 +187,8 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
       for (int j = 0; j < 4; ++j) {
         const float (&sum)[4] = sums[r][half * 4 + j];
         parts[warp * kQuads + j * 32 + lane] =
-            float4{sum[0] * unit[r].x, sum[1] * unit[r].y, sum[2] * unit[r].x, sum[3] * unit[r].y};
+            float4{sum[0] * units[r].sums.x, sum[1] * units[r].sums.y, sum[2] * units[r].sums.x,
+                   sum[3] * units[r].sums.y};
       }
       __syncthreads();
       if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
@@ -354,13 +305,13 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     const int place = (sliced - first_sliced) * units.passes + pass;
     const longlong2 matrix = place < kKeptMatrices ? kept[place] : matrix_of(sliced, pass);
     const int first_block = (segment - pass * units.segments) * kSegmentBlocks;
-    const int groups = kBlockGroups * min(kSegmentBlocks, units.blocks - first_block);
+    const int groups = groups_of_segment(segment - pass * units.segments, units.blocks);
     stretch.tile_words = static_cast<int>(matrix.y);
     stretch.codebook = kDown                     ? m.down.codebook
                        : pass + 1 < units.passes ? m.gate.codebook
                                                  : m.up.codebook;
-    stretch.first = groups * warp / kExpertWarps;
-    stretch.last = groups * (warp + 1) / kExpertWarps;
+    stretch.first = first_group_of(warp, groups);
+    stretch.last = first_group_of(warp + 1, groups);
     const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
     const int tile_bytes = stretch.tile_words * 2;
     stretch.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
@@ -474,17 +425,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
             feature) = float4{u[0], u[1], u[2], u[3]};
       } else {
         sums_of(units.passes - 1, u);
-        finish_linear(m.up, matrix, feature, u);
-        add_bias(m.up.bias, matrix, feature, u);
-        if (units.passes == 2) {
-          sums_of(0, g);
-          finish_linear(m.gate, matrix, feature, g);
-          add_bias(m.gate.bias, matrix, feature, g);
-        }
-        activate(m, g, u);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (feature + i >= m.intermediate) u[i] = 0.0f;
+        if (units.passes == 2) sums_of(0, g);
+        finish_inner(m, matrix, feature, g, u);
         float suh[4];
         load_scales(vector_of(m.down.suh, matrix), column_block, suh);
         write_fragments(u, suh,
@@ -493,15 +435,6 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
                         s.inner_scales + static_cast<int64_t>(sliced) * units.column_blocks * kRows,
                         column_block, row, kRowGroups, kTerms);
       }
-    }
-    if constexpr (kDown) {
-      if (!s.adds) continue;
-      __syncthreads();
-      if (threadIdx.x == 0)
-        *flag =
-            arrive(s.arrived_columns + column_block) == static_cast<unsigned>(count * slices - 1);
-      __syncthreads();
-      if (*flag != 0 && warp < m.tokens) add_up(m, s, warp, feature);
     }
   }
 }

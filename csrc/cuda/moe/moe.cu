@@ -1,10 +1,11 @@
-// Routed experts: launches for a chunk of tokens, none of which the host waits for. Few rows: sort, rotate,
-// gate and up with the activation, down, add; where routes are few the first two are one, and down adds.
-// Many rows, as tiles: all five and a launch for the activation.
+// Routed experts: launches for a chunk of tokens, none of which the host waits for. Few routes: gate and up, down,
+// add. Few rows of an expert: sort, rotate, gate and up with the activation, down, add. Many rows, as tiles: these
+// five and a launch for the activation.
 #include <algorithm>
 
 #include "../gemm/launch.cuh"
 #include "experts.cuh"
+#include "few_routes.h"
 #include "routes.h"
 #include "tiles.cuh"
 #include "wide_tiles.cuh"
@@ -17,8 +18,6 @@ constexpr int64_t kChunkRoutes = 16384;
 constexpr int64_t kInvariantTokens = 128;
 // Rows of an average expert from which on blocks of 16 rows, and tiles, are faster.
 constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
-// Tokens up to which down adds the routes up, a warp a token: a launch less.
-constexpr int64_t kAddTokens = 8;
 
 struct Sizes {
   int64_t top_k, experts, slices, hidden, inner;
@@ -53,7 +52,6 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
   }
   s.arrived_inner = arena.take<unsigned>(row_blocks * z.slices * z.inner / 128);
   s.arrived_hidden = arena.take<unsigned>(row_blocks * z.slices * z.hidden / 128);
-  s.arrived_columns = arena.take<unsigned>(z.hidden / 128);
   s.parts = arena.take<float>(static_cast<int64_t>(grid) * 2 * 2 *
                               segments_of(std::max(z.hidden, z.inner) / 128) * row_groups *
                               kUnitQuads * 4);
@@ -66,6 +64,20 @@ MoeScratch take_scratch(const Sizes& z, const MoePlan& plan, Arena& arena) {
   return take_scratch(z, routes, std::min(z.experts, routes), plan.row_groups, plan.grid, arena);
 }
 
+FewScratch take_few_scratch(const Sizes& z, int64_t routes, Arena& arena) {
+  FewScratch s;
+  s.sorted = arena.take<uint4>(kFewSortedBytes / sizeof(uint4));
+  const int64_t rows = routes * z.slices;
+  for (const bool down : {false, true}) {  // two terms of two bytes; gate and up may have one each
+    const int64_t inputs = down ? z.inner : 2 * z.hidden;
+    s.rows[down] = arena.take<uint4>(rows * inputs / 4);
+    s.scales[down] = arena.take<float>(rows * inputs / 128);
+  }
+  s.sums = arena.take<float>(routes * z.slices * 2 * z.inner);
+  s.results = arena.take<float>(routes * z.slices * z.hidden);
+  return s;
+}
+
 // Enough for these tokens and sizes and for any smaller ones, whichever way they go. A way that begins at
 // some rows of an average expert has no more experts than that leaves.
 int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
@@ -75,20 +87,17 @@ int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
     take_scratch(z, routes, std::min(z.experts, routes / rows_from), row_groups, grid, arena);
     return arena.bytes();
   };
-  const int64_t few = std::max(bytes_of(1, 1), bytes_of(2, kSixteenFrom));
+  Arena arena(nullptr);
+  take_few_scratch(z, std::min<int64_t>(routes, kFewRoutes), arena);
+  const int64_t few = std::max({arena.bytes(), bytes_of(1, 1), bytes_of(2, kSixteenFrom)});
   return tokens > kInvariantTokens ? std::max(few, bytes_of(kTileGroups, kTilesFrom)) : few;
 }
 
 cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
                             cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
-  cudaError_t error = cudaSuccess;
-  if (m.tokens * m.top_k <= kFewRoutes) {
-    error = launch_sort_and_rotate(m, s, terms, stream);
-  } else {
-    error = launch_sort(m, s, stream);
-    if (error == cudaSuccess) error = launch_rotate_routes(m, s, terms, stream);
-  }
+  cudaError_t error = launch_sort(m, s, stream);
+  if (error == cudaSuccess) error = launch_rotate_routes(m, s, terms, stream);
   for (const bool down : {false, true}) {
     if (error != cudaSuccess) return error;
     if (s.row_groups == 2)
@@ -98,7 +107,7 @@ cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int g
       error = exact ? launch_experts<1, true>(down, m, s, grid, stream)
                     : launch_experts<1, false>(down, m, s, grid, stream);
   }
-  return error == cudaSuccess && !s.adds ? launch_add(m, s, stream) : error;
+  return error == cudaSuccess ? launch_add(m, s, stream) : error;
 }
 
 cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScratch& s, int grid,
@@ -153,11 +162,19 @@ cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream
     m.y = static_cast<char*>(all.y) + token * all.columns * size_of(all.y_dtype);
     Arena arena(workspace);
     const Sizes z{m.top_k, m.experts, m.slices, m.hidden, m.inner};
-    MoeScratch s = take_scratch(z, plan, arena);
-    s.adds = m.tokens <= kAddTokens && m.tokens * m.top_k <= kFewRoutes;
-    const cudaError_t error = s.row_groups == kTileGroups
-                                  ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
-                                  : launch_few_rows(exact, m, s, plan.grid, stream);
+    const FewPlan few = plan_few_routes(m, exact);
+    cudaError_t error;
+    if (plan.few_routes == FewRoutes::WhereTheyCan
+            ? few.rows > 0
+            : plan.few_routes == FewRoutes::WhereBest && few.is_best) {
+      error =
+          launch_few_routes(exact, m, take_few_scratch(z, m.tokens * m.top_k, arena), few, stream);
+    } else {
+      const MoeScratch s = take_scratch(z, plan, arena);
+      error = s.row_groups == kTileGroups
+                  ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
+                  : launch_few_rows(exact, m, s, plan.grid, stream);
+    }
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -26,19 +26,17 @@ TRELLIS_ANYWHERE constexpr int segments_of(int64_t blocks) {
 constexpr int kTileGroups = 16;
 
 struct MoeScratch {
-  int64_t slots;              // at most
-  int row_blocks;             // at most
-  int row_groups;             // eights of rows in a row block
-  int* count;                 // row blocks there are; for tiles, slots
-  int* expert;                // [row blocks]
-  int* first;                 // for tiles: [row blocks]: slot
-  longlong2* matrices;        // [row blocks][slices][gate, up, down]: as in the table
-  int* route;                 // [slots], -1: padding
-  int* slot;                  // [routes], -1: contributes nothing
-  bool adds;                  // down's last block of each 128 features adds the routes up
-  unsigned* arrived_inner;    // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
-  unsigned* arrived_hidden;   // the same of hidden
-  unsigned* arrived_columns;  // [128-blocks of hidden]: finished units
+  int64_t slots;             // at most
+  int row_blocks;            // at most
+  int row_groups;            // eights of rows in a row block
+  int* count;                // row blocks there are; for tiles, slots
+  int* expert;               // [row blocks]
+  int* first;                // for tiles: [row blocks]: slot
+  longlong2* matrices;       // [row blocks][slices][gate, up, down]: as in the table
+  int* route;                // [slots], -1: padding
+  int* slot;                 // [routes], -1: contributes nothing
+  unsigned* arrived_inner;   // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
+  unsigned* arrived_hidden;  // the same of hidden
   // FP16 fragments [row blocks][slices][1 or 2: gate, up][k tiles][1 or 2 terms][row groups][32][2] and
   // their scales [...][128-blocks][rows]: powers of two, one for each 128 inputs of a row.
   uint32_t* x;
@@ -53,11 +51,15 @@ struct MoeScratch {
       results;  // of down: [slots][slices][hidden]; of tiles, untransformed, [slices][slots][hidden]
 };
 
+// Whether few routes go their own way (few_routes.cuh); tests say.
+enum class FewRoutes { Never, WhereBest, WhereTheyCan };
+
 // What is chosen from shapes alone, so that launches need no answer from the device.
 struct MoePlan {
   int64_t chunk_tokens;  // that go through the launches together
   // Tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh): the caller's choice.
   bool wgmma = false;
+  FewRoutes few_routes = FewRoutes::WhereBest;
   int row_groups;
   int grid;  // thread blocks of the products
   int64_t bytes;

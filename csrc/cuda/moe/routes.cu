@@ -9,24 +9,6 @@ namespace {
 constexpr int kSortThreads = 1024;
 constexpr int kWarpsPerBlock = 8;
 
-// -1: no such expert here.
-__device__ __forceinline__ int expert_of(const Moe& m, int64_t route) {
-  const int64_t id = expert_of_route(m, route);
-  if (id < 0 || id >= m.experts) return -1;
-  for (int64_t slice = 0; slice < m.slices; ++slice)
-    if (m.table[((2 * m.experts + id) * m.slices + slice) * 2 + 1] == 0) return -1;
-  return static_cast<int>(id);
-}
-
-__device__ __forceinline__ void zero_counters(const Moe& m, const MoeScratch& s, int row_blocks,
-                                              int64_t first, int64_t step) {
-  const int64_t of_inner = row_blocks * m.slices * (m.inner / 128);
-  const int64_t of_hidden = row_blocks * m.slices * (m.hidden / 128);
-  for (int64_t i = first; i < of_inner; i += step) s.arrived_inner[i] = 0;
-  for (int64_t i = first; i < of_hidden; i += step) s.arrived_hidden[i] = 0;
-  for (int64_t i = first; i < m.hidden / 128; i += step) s.arrived_columns[i] = 0;
-}
-
 // One block. Which row of its expert a route becomes is left to chance: no sum depends on it.
 __global__ void __launch_bounds__(kSortThreads)
     sort_routes(const Moe m, const MoeScratch s, const int routes) {
@@ -108,15 +90,19 @@ __global__ void __launch_bounds__(kSortThreads)
     s.matrices[i] = longlong2{entry[0], entry[1]};
   }
   if (s.row_groups == kTileGroups) return;
-  zero_counters(m, s, row_blocks, thread, kSortThreads);
+  const int64_t of_inner = row_blocks * m.slices * (m.inner / 128);
+  const int64_t of_hidden = row_blocks * m.slices * (m.hidden / 128);
+  for (int64_t i = thread; i < of_inner; i += kSortThreads) s.arrived_inner[i] = 0;
+  for (int64_t i = thread; i < of_hidden; i += kSortThreads) s.arrived_hidden[i] = 0;
 }
 
-// A warp's 128-block of a route's row for one slice and rotation. slot_of(route) comes last, since whoever
-// knows it may be waited for meanwhile.
-template <typename SlotOf>
-__device__ __forceinline__ void rotate_block(const Moe& m, const MoeScratch& s, int64_t warp,
-                                             int64_t routes, int terms, SlotOf slot_of) {
+// A warp a route, slice, rotation and 128-block. Which slot it is comes last, since the sort may be waited for
+// meanwhile.
+__global__ void __launch_bounds__(kWarpsPerBlock * 32)
+    rotate_routes(const Moe m, const MoeScratch s, const int64_t routes, const int terms) {
+  let_next_kernel_start();
   const int lane = threadIdx.x % 32;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   const int blocks = static_cast<int>(m.hidden / 128);
   const int rotations = one_rotation(m) ? 1 : 2;
   const int block = static_cast<int>(warp % blocks);
@@ -124,105 +110,24 @@ __device__ __forceinline__ void rotate_block(const Moe& m, const MoeScratch& s, 
   const int rotation = static_cast<int>(rest % rotations);
   const int64_t slice = rest / rotations % m.slices, route = rest / rotations / m.slices;
   const int64_t id = route < routes ? expert_of_route(m, route) : -1;
-  float v[4] = {}, suh[4] = {};
-  if (id >= 0 && id < m.experts) {
-    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+  if (id < 0 || id >= m.experts) return;
+  float v[4], suh[4];
+  with_dtype(m.x_dtype, m.x, [&](const auto* x) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = block * 128 + lane * 4 + i;
-        v[i] = column < m.columns ? to_float(x[route / m.top_k * m.columns + column]) : 0.0f;
-      }
-    });
-    const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
-    load_scales(vector_of(p.suh, id * m.slices + slice), block, suh);
-  }
-  const int slot = slot_of(min(route, routes - 1));
-  if (route >= routes || slot < 0) return;
+    for (int i = 0; i < 4; ++i) {
+      const int column = block * 128 + lane * 4 + i;
+      v[i] = column < m.columns ? to_float(x[route / m.top_k * m.columns + column]) : 0.0f;
+    }
+  });
+  const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
+  load_scales(vector_of(p.suh, id * m.slices + slice), block, suh);
+  wait_for_previous_kernel();
+  const int slot = s.slot[route];
+  if (slot < 0) return;
   const int rows = s.row_groups * 8, row_block = slot / rows;
   const int64_t place = (row_block * m.slices + slice) * rotations + rotation;
   write_fragments(v, suh, s.x + place * blocks * 8 * terms * s.row_groups * 64,
                   s.x_scales + place * blocks * rows, block, slot % rows, s.row_groups, terms);
-}
-
-// A warp a route, slice, rotation and 128-block.
-__global__ void __launch_bounds__(kWarpsPerBlock * 32)
-    rotate_routes(const Moe m, const MoeScratch s, const int64_t routes, const int terms) {
-  let_next_kernel_start();
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
-  rotate_block(m, s, warp, routes, terms, [&](int64_t route) {
-    wait_for_previous_kernel();
-    return s.slot[route];
-  });
-}
-
-// The same for few routes, which every block sorts by itself and alike: a route is the row of its expert's
-// row blocks that it is in their order, and row blocks are in the order of their first routes.
-__global__ void __launch_bounds__(kWarpsPerBlock * 32)
-    sort_and_rotate_routes(const Moe m, const MoeScratch s, const int routes, const int terms) {
-  __shared__ __align__(16) int experts[kFewRoutes];
-  __shared__ int leaders[kFewRoutes], slots[kFewRoutes];
-  let_next_kernel_start();
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
-  rotate_block(m, s, warp, routes, terms, [&](int64_t of_warp) {
-    const int route = threadIdx.x, rows = s.row_groups * 8;
-    const bool sorts = route < kFewRoutes;
-    const int expert = route < routes ? expert_of(m, route) : -1;
-    if (sorts) experts[route] = expert;
-    __syncthreads();
-    // Of this route's expert: routes before this one, the one that began its row block, all of them.
-    int before = 0, leader = route, all = 0;
-    for (int first = 0; expert >= 0 && first < routes; first += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(experts + first);
-      const int others[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int other = first + i;
-        if (others[i] != expert) continue;
-        if (other <= route && all % rows == 0) leader = other;
-        if (other < route) ++before;
-        ++all;
-      }
-    }
-    const bool leads = expert >= 0 && leader == route;
-    if (sorts) leaders[route] = leads;
-    __syncthreads();
-    int row_block = 0, count = 0;  // row blocks before this route's, and all of them
-    for (int other = 0; other < routes; ++other) {
-      if (other < leader) row_block += leaders[other];
-      count += leaders[other];
-    }
-    const int slot = expert < 0 ? -1 : row_block * rows + before % rows;
-    if (sorts) slots[route] = slot;
-    __syncthreads();
-
-    if (blockIdx.x == 0 && route < routes) {
-      s.slot[route] = slot;
-      if (slot >= 0) s.route[slot] = route;
-      if (leads) {
-        s.expert[row_block] = expert;
-        for (int row = min(all - before, rows); row < rows; ++row)
-          s.route[row_block * rows + row] = -1;
-      }
-      if (route == 0) s.count[0] = count;
-    }
-    // A thread a descriptor: each comes from memory.
-    const int of_block = static_cast<int>(m.slices) * 3;
-    for (int i = threadIdx.x; blockIdx.x == 0 && i < routes * of_block; i += blockDim.x) {
-      const int leader = i / of_block, within = i - leader * of_block;
-      if (!leaders[leader]) continue;
-      const int64_t matrix = (within % 3 * m.experts + experts[leader]) * m.slices + within / 3;
-      const longlong2 entry{m.table[matrix * 2], m.table[matrix * 2 + 1]};
-      s.matrices[slots[leader] / rows * of_block + within] = entry;
-    }
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    zero_counters(m, s, count, thread, step);
-    if (s.adds && count == 0) {  // nobody else will write y
-      const int64_t halves = m.tokens * m.columns * (m.y_dtype == DType::Float ? 2 : 1);
-      for (int64_t i = thread; i < halves; i += step) static_cast<uint16_t*>(m.y)[i] = 0;
-    }
-    return slots[of_warp];
-  });
 }
 
 __global__ void __launch_bounds__(256) add_routes(const Moe m, const MoeScratch s) {
@@ -231,10 +136,6 @@ __global__ void __launch_bounds__(256) add_routes(const Moe m, const MoeScratch 
   const int64_t token = at / quads;
   wait_for_previous_kernel();
   if (token < m.tokens) add_up(m, s, token, static_cast<int>(at - token * quads) * 4);
-}
-
-int64_t rotation_warps(const Moe& m) {
-  return m.tokens * m.top_k * m.slices * (one_rotation(m) ? 1 : 2) * (m.hidden / 128);
 }
 
 }  // namespace
@@ -249,20 +150,10 @@ cudaError_t launch_sort(const Moe& m, const MoeScratch& scratch, cudaStream_t st
   return cudaGetLastError();
 }
 
-cudaError_t launch_sort_and_rotate(const Moe& m, const MoeScratch& scratch, int terms,
-                                   cudaStream_t stream) {
-  const int64_t warps = rotation_warps(m);
-  const cudaError_t error = prefer_shared(sort_and_rotate_routes);
-  if (error != cudaSuccess) return error;
-  const unsigned blocks = static_cast<unsigned>((warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
-  sort_and_rotate_routes<<<blocks, kWarpsPerBlock * 32, 0, stream>>>(
-      m, scratch, static_cast<int>(m.tokens * m.top_k), terms);
-  return cudaGetLastError();
-}
-
 cudaError_t launch_rotate_routes(const Moe& m, const MoeScratch& scratch, int terms,
                                  cudaStream_t stream) {
-  const int64_t routes = m.tokens * m.top_k, warps = rotation_warps(m);
+  const int64_t routes = m.tokens * m.top_k;
+  const int64_t warps = routes * m.slices * (one_rotation(m) ? 1 : 2) * (m.hidden / 128);
   const cudaError_t error = prefer_shared(rotate_routes);
   if (error != cudaSuccess) return error;
   return launch_overlapping(rotate_routes, (warps + kWarpsPerBlock - 1) / kWarpsPerBlock,

@@ -5,11 +5,6 @@
 
 namespace trellis::cuda {
 
-// Routes that one launch sorts and rotates, at most.
-constexpr int kFewRoutes = 64;
-
-cudaError_t launch_sort_and_rotate(const Moe& m, const MoeScratch& scratch, int terms,
-                                   cudaStream_t stream);
 cudaError_t launch_sort(const Moe& m, const MoeScratch& scratch, cudaStream_t stream);
 // `terms`: FP16 numbers for each value.
 cudaError_t launch_rotate_routes(const Moe& m, const MoeScratch& scratch, int terms,

@@ -12,21 +12,34 @@ __device__ __forceinline__ int64_t expert_of_route(const Moe& m, int64_t route) 
                     : static_cast<const int32_t*>(m.ids)[route];
 }
 
+// -1: no such expert here.
+__device__ __forceinline__ int expert_of(const Moe& m, int64_t route) {
+  const int64_t id = expert_of_route(m, route);
+  if (id < 0 || id >= m.experts) return -1;
+  for (int64_t slice = 0; slice < m.slices; ++slice)
+    if (m.table[((2 * m.experts + id) * m.slices + slice) * 2 + 1] == 0) return -1;
+  return static_cast<int>(id);
+}
+
+// Divided as 32 bits, which the numbers of matrices fit: 64 are a hundred instructions more, from cold memory.
 __device__ __forceinline__ const __half* vector_of(const Stack& stack, int64_t matrix) {
-  return static_cast<const __half*>(stack.data) + matrix % stack.rows * stack.columns;
+  const uint32_t row = static_cast<uint32_t>(matrix) % static_cast<uint32_t>(stack.rows);
+  return static_cast<const __half*>(stack.data) + row * stack.columns;
 }
 
 // A warp's 128 sums, four neighbours a lane, become results of the layer: transform, scale, bias.
 __device__ __forceinline__ void finish_linear(const Projection& p, int64_t matrix, int feature,
                                               float (&z)[4]) {
-  const int lane = threadIdx.x % 32;
+  const __half* const svh = vector_of(p.svh, matrix) + feature;
+  float scale[4];  // before the transform, which the memory answers meanwhile
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = __half2float(svh[i]);
   // Scaled first: the transform adds up 128 of them.
 #pragma unroll
   for (float& value : z) value *= kHadamardScale;
-  warp_hadamard(z, lane);
-  const __half* const svh = vector_of(p.svh, matrix) + feature;
+  warp_hadamard(z, threadIdx.x % 32);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) z[i] *= __half2float(svh[i]);
+  for (int i = 0; i < 4; ++i) z[i] *= scale[i];
 }
 
 template <int kCount>
@@ -81,6 +94,21 @@ __device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], f
   }
 }
 
+// A warp's 128 sums of up and of gate, four from `feature` on in this lane, become what goes into down, in u.
+__device__ __forceinline__ void finish_inner(const Moe& m, int64_t matrix, int feature,
+                                             float (&g)[4], float (&u)[4]) {
+  finish_linear(m.up, matrix, feature, u);
+  add_bias(m.up.bias, matrix, feature, u);
+  if (m.gate.suh.data != nullptr) {
+    finish_linear(m.gate, matrix, feature, g);
+    add_bias(m.gate.bias, matrix, feature, g);
+  }
+  activate(m, g, u);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (feature + i >= m.intermediate) u[i] = 0.0f;
+}
+
 // Of a power of two near a magnitude: the largest there is where that overflows, the smallest for zero (others
 // are measured by the largest of their row).
 __device__ __forceinline__ int exponent_of(float most) {
@@ -100,35 +128,49 @@ __device__ __forceinline__ void load_scales(const __half* vector, int block, flo
   for (int i = 0; i < 4; ++i) scale[i] = __half2float(at[i]);
 }
 
-// H(v * scale) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
-// with a power of two as the block's scale. `terms`: one FP16 number for a value, or a second for what the
-// first leaves.
-__device__ __forceinline__ void write_fragments(const float (&v)[4], const float (&scale)[4],
-                                                uint32_t* fragments, float* scales, int block,
-                                                int row, int row_groups, int terms) {
-  const int lane = threadIdx.x % 32;
-  float z[4], most = 0.0f;
+// H(v * scale) of a warp's 128 values, in v; returns the power of two that they are to be multiplied by.
+__device__ __forceinline__ float rotate_scaled(float (&v)[4], const float (&scale)[4]) {
+  float most = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(v[i] * scale[i]));
   const int exponent = exponent_of(warp_max(most));
   const float inverse = power_of_two(-exponent);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) z[i] = v[i] * inverse * scale[i];
-  warp_hadamard(z, lane);
-  // Inputs 4l .. 4l+3 of the block are k, k+1 | k+2, k+3 of a tile: two lanes' pairs.
-  __half2* at = reinterpret_cast<__half2*>(fragments) +
-                (static_cast<int64_t>(block * 8 + lane / 4) * terms * row_groups + row / 8) * 64 +
-                (row % 8 * 4 + lane % 2 * 2) * 2 + lane % 4 / 2;
+  for (int i = 0; i < 4; ++i) v[i] = v[i] * inverse * scale[i];
+  warp_hadamard(v, threadIdx.x % 32);
 #pragma unroll
-  for (float& value : z) value *= kHadamardScale;
-  for (int term = 0; term < terms; ++term, at += row_groups * 64) {
+  for (float& value : v) value *= kHadamardScale;
+  return power_of_two(exponent);
+}
+
+// Writes a lane's four neighbours into a k tile's fragments of a row, which begin at `row`: inputs k, k+1 and
+// k+2, k+3 are two lanes' pairs. `terms`: one FP16 number for a value, or a second for what the first leaves,
+// which is `step` pairs further on.
+__device__ __forceinline__ void write_terms(float (&z)[4], __half2* row, int64_t step, int terms) {
+  const int lane = threadIdx.x % 32;
+  row += lane % 2 * 4 + lane % 4 / 2;
+  for (int term = 0; term < terms; ++term, row += step) {
     const __half2 first = __floats2half2_rn(z[0], z[1]), second = __floats2half2_rn(z[2], z[3]);
-    at[0] = first;
-    at[2] = second;
+    row[0] = first;
+    row[2] = second;
     z[0] -= __low2float(first), z[1] -= __high2float(first);
     z[2] -= __low2float(second), z[3] -= __high2float(second);
   }
-  if (lane == 0) scales[block * row_groups * 8 + row] = power_of_two(exponent);
+}
+
+// H(v * scale) of a warp's 128 values as fragments of row `row` of a row block, k tiles from 8 * block on,
+// with a power of two as the block's scale.
+__device__ __forceinline__ void write_fragments(float (&v)[4], const float (&scale)[4],
+                                                uint32_t* fragments, float* scales, int block,
+                                                int row, int row_groups, int terms) {
+  const int lane = threadIdx.x % 32;
+  const float scale_of_block = rotate_scaled(v, scale);
+  __half2* const at =
+      reinterpret_cast<__half2*>(fragments) +
+      (static_cast<int64_t>(block * 8 + lane / 4) * terms * row_groups + row / 8) * 64 +
+      row % 8 * 8;
+  write_terms(v, at, row_groups * 64, terms);
+  if (lane == 0) scales[block * row_groups * 8 + row] = scale_of_block;
 }
 
 // Four neighbours of a token's y, whose routes are added up.

@@ -1,0 +1,467 @@
+// Routed experts where routes are few: gate and up, or down. A step this short is made of waiting, so nobody waits who
+// need not: every block of gate and up sorts the routes by itself while their rows are rotated (few_routes.cu), takes an
+// equal share of the output tiles (16 features, all of K) and leaves raw sums. Whoever reads sums finishes them: those of
+// gate and up as rows for down (transform, activation, rotation), those of down as y (transform, routing weights).
+//
+// Eight warps share K, each with a ring of packed tiles of its own; their sums meet in shared memory.
+#pragma once
+
+#include "few_routes.h"
+#include "products.cuh"
+
+namespace trellis::cuda {
+
+// Row blocks: what one pass over an expert's weights serves.
+struct alignas(16) FewSorted {
+  int row_blocks;
+  int expert[kFewRoutes], rows[kFewRoutes];
+  uint8_t route[kFewRoutes][8];
+  // Their entries of the table, gate, up, down, where experts have one slice only.
+  longlong2 kept[kFewRoutes][3];
+};
+static_assert(sizeof(FewSorted) == kFewSortedBytes);
+
+// Shared memory of a block; what its rows need follows (FewRows).
+struct FewShared {
+  uint32_t rings[kExpertWarps][kFewStages * kFewStageBytes / 4];
+  FewSorted sorted;
+  // Of routes, while they are sorted: their expert, and whether they begin a row block, a bit each.
+  alignas(16) int expert_of[kFewRoutes];
+  uint32_t leaders[kFewRoutes / 32];
+};
+static_assert(sizeof(FewShared) <= kFewFixedBytes);
+
+struct FewRows {
+  float* scales;  // [128-blocks][8]
+  float* parts;   // [warps][rows][kFewPartFeatures]: their sums
+  uint4* x;       // [terms][k tiles][rows][2]: a row's pieces (FewScratch::rows)
+
+  __device__ FewRows(uint32_t* shared, int blocks, int most_rows)
+      : scales(reinterpret_cast<float*>(shared + kFewFixedBytes / 4)),
+        parts(scales + blocks * 8),
+        x(reinterpret_cast<uint4*>(parts + kExpertWarps * most_rows * kFewPartFeatures)) {}
+};
+
+// What there are of tiles in a launch, laid end to end: by row block, slice, matrix (gate, up), then feature.
+template <bool kDown>
+struct FewTiles {
+  int of_matrix, blocks, passes;  // tiles; 128-blocks of K; matrices for a row block and slice
+
+  __device__ explicit FewTiles(const Moe& m)
+      : of_matrix(static_cast<int>((kDown ? m.hidden : m.inner) / 16)),
+        blocks(static_cast<int>((kDown ? m.inner : m.hidden) / 128)),
+        passes(!kDown && m.gate.suh.data != nullptr ? 2 : 1) {}
+};
+
+// Matrices are numbered as their tiles lie.
+struct FewMatrix {
+  int row_block, slice, pass;
+  int which;  // of gate, up, down
+};
+template <bool kDown>
+__device__ __forceinline__ FewMatrix few_matrix(const Moe& m, int number) {
+  const int passes = FewTiles<kDown>(m).passes, slices = static_cast<int>(m.slices);
+  const int sliced = number / passes, row_block = sliced / slices, pass = number - sliced * passes;
+  return {row_block, sliced - row_block * slices, pass, kDown ? 2 : passes == 1 ? 1 : pass};
+}
+
+// Neighbouring tiles of one matrix that are multiplied at a time.
+struct Chunk {
+  int matrix, first, count;
+  const char* packed;  // of the matrix
+  int tile_words;
+};
+
+template <bool kDown>
+__device__ __forceinline__ Chunk chunk_at(const Moe& m, const FewSorted& sorted, int of_matrix,
+                                          int at, int stop) {
+  Chunk c = {};
+  if (at >= stop) return c;
+  c.matrix = at / of_matrix;
+  c.first = at - c.matrix * of_matrix;
+  const FewMatrix matrix = few_matrix<kDown>(m, c.matrix);
+  longlong2 entry;
+  if (m.slices == 1)
+    entry = sorted.kept[matrix.row_block][matrix.which];
+  else
+    entry = __ldg(reinterpret_cast<const longlong2*>(m.table) +
+                  (matrix.which * m.experts + sorted.expert[matrix.row_block]) * m.slices +
+                  matrix.slice);
+  c.packed = reinterpret_cast<const char*>(m.packed + entry.x);
+  c.tile_words = static_cast<int>(entry.y);
+  const int left = min(stop - at, of_matrix - c.first), most = few_tiles_of(c.tile_words);
+  c.count = left >= most ? most : left >= 4 ? 4 : left;
+  return c;
+}
+
+// The lowest `count` bits; none or all where that is not within a word.
+__device__ __forceinline__ uint32_t bits_below(int count) {
+  return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
+}
+
+// A route is the row of its expert's row blocks that it is in their order, and row blocks are in the order of their
+// first routes. For all threads of a block.
+__device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, FewShared& s) {
+  const int route = threadIdx.x, lane = route % 32;
+  const int routes = static_cast<int>(m.tokens * m.top_k);
+  const int64_t id = route < routes ? expert_of_route(m, route) : -1;
+  const bool within = id >= 0 && id < m.experts;
+  // Side by side, since each comes from memory.
+  longlong2 kept[3] = {};
+  if (within && m.slices == 1) {
+#pragma unroll
+    for (int which = 0; which < 3; ++which)
+      kept[which] = __ldg(reinterpret_cast<const longlong2*>(m.table) + which * m.experts + id);
+  }
+  const int expert = within && m.slices == 1 ? (kept[2].y == 0 ? -1 : static_cast<int>(id))
+                     : within                ? expert_of(m, route)
+                                             : -1;
+  if (route < kFewRoutes) s.expert_of[route] = expert;
+  __syncthreads();
+  // The routes of this one's expert, a bit each; compared with all, since finding them one by one takes branches.
+  constexpr int kWords = kFewRoutes / 32;
+  uint32_t same[kWords] = {};
+  int before = 0, all = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    if (expert < 0 || word * 32 >= routes) break;
+#pragma unroll
+    for (int first = 0; first < 32; first += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(s.expert_of + word * 32 + first);
+      same[word] |= (four.x == expert ? 1u : 0u) << first | (four.y == expert ? 2u : 0u) << first |
+                    (four.z == expert ? 4u : 0u) << first | (four.w == expert ? 8u : 0u) << first;
+    }
+    before += __popc(same[word] & bits_below(route - word * 32));
+    all += __popc(same[word]);
+  }
+  const bool leads = expert >= 0 && before % most_rows == 0;
+  const uint32_t leaders = __ballot_sync(0xFFFFFFFFu, leads);
+  if (route < kFewRoutes && lane == 0) s.leaders[route / 32] = leaders;
+  __syncthreads();
+  int row_block = 0, row_blocks = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    row_block += __popc(s.leaders[word] & bits_below(route - word * 32));
+    row_blocks += __popc(s.leaders[word]);
+  }
+  FewSorted& sorted = s.sorted;
+  if (leads) {
+    const int rows = min(all - before, most_rows);
+    sorted.expert[row_block] = expert;
+    sorted.rows[row_block] = rows;
+#pragma unroll
+    for (int which = 0; which < 3; ++which) sorted.kept[row_block][which] = kept[which];
+    int row = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      uint32_t left = same[word] & ~bits_below(route - word * 32);
+      for (; left != 0 && row < rows; left &= left - 1, ++row)
+        sorted.route[row_block][row] =
+            static_cast<uint8_t>(word * 32 + __ffs(static_cast<int>(left)) - 1);
+    }
+  }
+  if (route == 0) sorted.row_blocks = row_blocks;
+  __syncthreads();
+}
+
+// The packed words of a warp's share of a segment.
+struct FewCopies {
+  const char* from;    // this lane's first 16 bytes
+  uint32_t row_bytes;  // from one k tile to the next
+  uint32_t bytes;      // of a k tile
+  int tile_words;
+  int groups;
+};
+
+// A group into the stage at `to`. kBytes: of a k tile at most, and from one to the next in a stage.
+template <uint32_t kBytes>
+__device__ __forceinline__ void copy_group(const char* from, const FewCopies& c, uint32_t to,
+                                           uint64_t policy) {
+  const uint32_t lane_bytes = threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int k_tile = 0; k_tile < kExpertGroup; ++k_tile) {
+#pragma unroll
+    for (uint32_t byte = 0; byte < kBytes; byte += 512)
+      if (lane_bytes + byte < c.bytes)
+        copy_async_16(to + k_tile * kBytes + lane_bytes + byte,
+                      from + k_tile * static_cast<uint64_t>(c.row_bytes) + byte, policy);
+  }
+}
+
+// Starts the copies of the first groups, one for each stage of the ring.
+__device__ __forceinline__ void fill_few(const FewCopies& c, uint32_t ring, uint64_t policy) {
+  const uint32_t bytes = few_tiles_of(c.tile_words) * c.tile_words * 2,
+                 lane_bytes = threadIdx.x % 32 * 16;
+#pragma unroll 1
+  for (int stage = 0; stage < kFewStages; ++stage) {
+#pragma unroll 1
+    for (int k_tile = 0; k_tile < kExpertGroup; ++k_tile) {
+      const char* const from =
+          c.from + static_cast<uint64_t>(c.row_bytes) * (stage * kExpertGroup + k_tile);
+      const uint32_t to = ring + (stage * kExpertGroup + k_tile) * bytes + lane_bytes;
+#pragma unroll 1
+      for (uint32_t byte = 0; stage < c.groups && lane_bytes + byte < c.bytes; byte += 512)
+        copy_async_16(to + byte, from + byte, policy);
+    }
+    copy_commit();
+  }
+}
+
+// The rows that belong to them.
+struct FewFragments {
+  int first;            // group of the segment
+  int rows;             // of the row block
+  uint32_t x;           // this lane's pair of fragments of the first k tile, in shared memory
+  uint32_t x_terms;     // bytes from it to what it leaves
+  const float* scales;  // of the segment's first 128-block
+};
+
+// Multiplies kTiles tiles, of which the last may be nobody's: tiles are not told apart at run time, since branches
+// between them would keep the instructions of one from hiding those of another. The first groups are in the ring or on
+// their way, from `stage` on; the last ones make room for those that come `after`, so that the memory does not rest.
+// Leaves the warp's sums in `parts` and returns where in the ring the next ones are. A function rather than inlined,
+// since a kernel has one for each rate and codebook.
+template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kTiles>
+__device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewFragments f,
+                                              const FewCopies after, uint32_t ring, uint32_t stage,
+                                              uint64_t policy, float* parts) {
+  constexpr uint32_t kTileBytes = kTileWords * 2,
+                     kKTileBytes = few_tiles_of(kTileWords) * kTileBytes;
+  constexpr uint32_t kStageBytes = kExpertGroup * kKTileBytes;
+  const int lane = static_cast<int>(hold(threadIdx.x % 32));
+  Window<kTileWords> window(lane);
+  for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
+  const uint32_t lane_bytes = hold(lane * 16u);
+  const Hash hash = hash_for<kCodebook>();
+  const PowersOfTwo powers = held_powers_of_two();
+  const uint32_t x_row_bytes = static_cast<uint32_t>(f.rows) * 32;
+  uint32_t x_at = f.x;
+
+  FewCopies next = copies;
+  const char* from =
+      copies.from + static_cast<uint64_t>(copies.row_bytes) * (kFewStages * kExpertGroup);
+  int to_copy = copies.groups - kFewStages;
+  const bool follows =
+      to_copy >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
+  bool to_follow = follows;
+
+  float sums[1][kTiles][4] = {};
+  RowUnits units;
+  for (int i = 0; i < copies.groups; ++i) {
+    const int group = f.first + i;
+    if (i == 0 || group % kBlockGroups == 0) {  // a block of 128 inputs begins
+      const float* const scales = f.scales + group / kBlockGroups * 8;
+      units.begin_block(i == 0, lane, *reinterpret_cast<const float2*>(scales + lane % 4 * 2),
+                        *reinterpret_cast<const float2*>(scales + lane / 8 * 2), sums[0]);
+    }
+    copy_wait<kFewStages - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int k_tile = 0; k_tile < kExpertGroup; ++k_tile) {
+      uint2 x[kTerms];
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        x[term] = load_shared_pair(x_at + term * f.x_terms);
+        x[term].x = times(x[term].x, units.shrink);
+        x[term].y = times(x[term].y, units.shrink);
+      }
+      x_at += x_row_bytes;
+      uint32_t own[4] = {};
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+        multiply_tile<kTileWords, kCodebook, kPacked>(stage + k_tile * kKTileBytes + j * kTileBytes,
+                                                      j, own, window, lane_bytes, hash, powers, x,
+                                                      sums);
+    }
+    __syncwarp();  // everybody has read the stage before it is filled again
+    if (to_copy == 0 && to_follow) {
+      next = after, from = after.from, to_copy = after.groups;
+      to_follow = false;
+    }
+    if (to_copy > 0) {
+      --to_copy;
+      copy_group<kKTileBytes>(from, next, stage, policy);
+      from += static_cast<uint64_t>(next.row_bytes) * kExpertGroup;
+    }
+    copy_commit();
+    stage = stage == ring + (kFewStages - 1) * kStageBytes ? ring : stage + kStageBytes;
+  }
+  if (!follows) {
+    stage = ring;
+    fill_few(after, ring, policy);
+  }
+
+  __syncthreads();  // whoever still read what was there before has done so
+  const int row = lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (row + i >= f.rows) break;
+    float* const to = parts + (row + i) * kFewPartFeatures + lane / 4;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      to[j * 16] = sums[0][j][i] * (i == 0 ? units.sums.x : units.sums.y);
+      to[j * 16 + 8] = sums[0][j][i + 2] * (i == 0 ? units.sums.x : units.sums.y);
+    }
+  }
+  return stage;
+}
+
+template <bool kPacked, int kTerms>
+__device__ __forceinline__ uint32_t multiply_few_any(int codebook, int count,
+                                                     const FewCopies& copies, const FewFragments& f,
+                                                     const FewCopies& after, uint32_t ring,
+                                                     uint32_t stage, uint64_t policy,
+                                                     float* parts) {
+  return with_rate(copies.tile_words, [&](auto words) {
+    return with_codebook<words.value>(codebook, [&](auto book) {
+      constexpr int kTileWords = decltype(words)::value, kCodebook = decltype(book)::value;
+      const auto multiply = [&](auto tiles) {
+        return multiply_few < kTileWords, kCodebook, kPacked || kCodebook == kMul1, kTerms,
+               decltype(tiles)::value > (copies, f, after, ring, stage, policy, parts);
+      };
+      if constexpr (few_tiles_of(kTileWords) == 8)
+        if (count == 8) return multiply(std::integral_constant<int, 8>{});
+      if (count == 4) return multiply(std::integral_constant<int, 4>{});
+      if (count == 3) return multiply(std::integral_constant<int, 3>{});
+      return multiply(std::integral_constant<int, 2>{});
+    });
+  });
+}
+
+// kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since three
+// layers' errors add up; BF16 ones are rounded more than that. `most_rows`: of a row block.
+template <bool kDown, bool kExact>
+__global__ void __launch_bounds__(kExpertWarps * 32, 2)
+    few_routes_kernel(const Moe m, const FewScratch scratch, const int most_rows) {
+  constexpr int kTerms = kExact ? 2 : 1;
+  extern __shared__ __align__(128) uint32_t shared[];
+  FewShared& s = *reinterpret_cast<FewShared*>(shared);
+  const FewTiles<kDown> tiles(m);
+  const FewRows of_rows(shared, tiles.blocks, most_rows);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t ring = shared_address(s.rings[warp]);
+  const uint64_t policy = evict_first();
+
+  // What is read before the wait has been there since the launch in front of this one passed its own: inputs, and for
+  // down what gate and up have left. By then nobody reads what an earlier call's has sorted, either.
+  let_next_kernel_start();
+  FewSorted& sorted = s.sorted;
+  uint4* const pieces = reinterpret_cast<uint4*>(&sorted);
+  constexpr unsigned kPieces = sizeof(FewSorted) / sizeof(uint4);
+  if constexpr (kDown) {
+    for (unsigned i = threadIdx.x; i < kPieces; i += blockDim.x)
+      pieces[i] = __ldcg(scratch.sorted + i);
+    __syncthreads();
+  } else {
+    sort_few_routes(m, most_rows, s);
+    for (unsigned i = threadIdx.x; blockIdx.x == 0 && i < kPieces; i += blockDim.x)
+      scratch.sorted[i] = pieces[i];
+  }
+
+  const int total = sorted.row_blocks * static_cast<int>(m.slices) * tiles.passes * tiles.of_matrix;
+  const int share = (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  const int begin = min(static_cast<int>(blockIdx.x) * share, total),
+            stop = min(begin + share, total);
+
+  // A chunk is gone through segment by segment.
+  const int segments = segments_of(tiles.blocks);
+  const auto copies_of = [&](const Chunk& c, int segment) {
+    const int groups = groups_of_segment(segment, tiles.blocks),
+              first = first_group_of(warp, groups);
+    FewCopies copies;
+    copies.tile_words = c.tile_words;
+    copies.groups = c.count == 0 ? 0 : first_group_of(warp + 1, groups) - first;
+    copies.bytes = static_cast<uint32_t>(c.count * c.tile_words * 2);
+    copies.row_bytes = static_cast<uint32_t>(tiles.of_matrix * c.tile_words * 2);
+    copies.from = c.packed +
+                  static_cast<int64_t>(segment * kSegmentBlocks * 8 + first * kExpertGroup) *
+                      copies.row_bytes +
+                  c.first * c.tile_words * 2 + lane * 16;
+    return copies;
+  };
+  Chunk chunk = chunk_at<kDown>(m, sorted, tiles.of_matrix, begin, stop);
+  FewCopies copies = copies_of(chunk, 0);
+  fill_few(copies, ring, policy);
+  wait_for_previous_kernel();
+
+  const bool two_rotations = !kDown && !one_rotation(m);
+  int prepared = -1;
+  uint32_t stage = ring;
+  for (int at = begin; at < stop;) {
+    const Chunk c = chunk;
+    const FewMatrix matrix = few_matrix<kDown>(m, c.matrix);
+    const int rows = sorted.rows[matrix.row_block];
+    const int wanted = two_rotations ? c.matrix : c.matrix / tiles.passes;
+    if (wanted != prepared) {
+      prepared = wanted;
+      // What was there before has been read: sums have met since.
+      const int row_pieces = tiles.blocks * 16 * kTerms;
+      for (int row = 0; row < rows; ++row) {
+        const int64_t place = (sorted.route[matrix.row_block][row] * m.slices + matrix.slice) *
+                                  (two_rotations ? 2 : 1) +
+                              (two_rotations ? matrix.pass : 0);
+        const uint4* const from = scratch.rows[kDown] + place * row_pieces;
+        for (int i = threadIdx.x; i < row_pieces; i += kExpertWarps * 32)
+          of_rows.x[(i / 2 * rows + row) * 2 + i % 2] = __ldcg(from + i);
+        const float* const scales = scratch.scales[kDown] + place * tiles.blocks;
+        for (int i = threadIdx.x; i < tiles.blocks; i += kExpertWarps * 32)
+          of_rows.scales[i * 8 + row] = __ldcg(scales + i);
+      }
+      __syncthreads();
+    }
+
+    const int codebook = matrix.which == 2   ? m.down.codebook
+                         : matrix.which == 1 ? m.up.codebook
+                                             : m.gate.codebook;
+    const int features = c.count * 16;
+    float held[kFewHeld] = {};  // this thread's sums
+    for (int segment = 0; segment < segments; ++segment) {
+      if (segment + 1 == segments)
+        chunk = chunk_at<kDown>(m, sorted, tiles.of_matrix, at + c.count, stop);
+      const FewCopies after = copies_of(chunk, segment + 1 == segments ? 0 : segment + 1);
+      FewFragments f;
+      f.first = first_group_of(warp, groups_of_segment(segment, tiles.blocks));
+      f.rows = rows;
+      const int k_tile = segment * kSegmentBlocks * 8 + f.first * kExpertGroup;
+      // Columns of the product that no row has may be anything.
+      f.x =
+          shared_address(of_rows.x) + (k_tile * rows + min(lane / 4, rows - 1)) * 32 + lane % 4 * 8;
+      f.x_terms = static_cast<uint32_t>(tiles.blocks * 8 * rows * 32);
+      f.scales = of_rows.scales + segment * kSegmentBlocks * 8;
+      stage =
+          multiply_few_any<kExact, kTerms>(codebook, c.count, copies, f, after, ring, stage, policy,
+                                           of_rows.parts + warp * rows * kFewPartFeatures);
+      copies = after;
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kFewHeld; ++i) {
+        const int own = threadIdx.x + i * kExpertWarps * 32, row = own / features;
+        if (row >= rows) break;
+        const float* const part = of_rows.parts + row * kFewPartFeatures + own - row * features;
+        float sum = part[0];
+#pragma unroll
+        for (int d = 1; d < kExpertWarps; ++d) sum += part[d * rows * kFewPartFeatures];
+        held[i] = segment == 0 ? sum : held[i] + sum;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kFewHeld; ++i) {
+      const int own = threadIdx.x + i * kExpertWarps * 32, row = own / features;
+      if (row >= rows) break;
+      const int64_t of_route =
+          (sorted.route[matrix.row_block][row] * m.slices + matrix.slice) * tiles.passes +
+          matrix.pass;
+      (kDown ? scratch.results
+             : scratch.sums)[(of_route * tiles.of_matrix + c.first) * 16 + own - row * features] =
+          held[i];
+    }
+    at += c.count;
+  }
+}
+
+// Both products; instantiated in few_routes_*.cu.
+template <bool kExact>
+cudaError_t launch_few_products(bool down, const Moe& m, const FewScratch& scratch,
+                                const FewPlan& plan, cudaStream_t stream);
+
+}  // namespace trellis::cuda
