@@ -412,7 +412,7 @@ def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
     [
         {},
         {"hidden": 2304, "intermediate": 128},  # two segments of K; a single 128-block
-        {"hidden": 100, "intermediate": 2100},
+        {"hidden": 100, "intermediate": 2100, "biases": True},
         {"experts": 40, "slices": 4, "hidden": 640, "intermediate": 256, "biases": True},
         {"codebook": "mul1", "gated": False, "absent": (1,)},
     ],

@@ -120,15 +120,22 @@ __device__ __forceinline__ void begin_after_previous_kernel() {
   let_next_kernel_start();
 }
 
-// Adds one; orders this block's writes (a block barrier must lie between) before it, and what other
+// Adds to a counter; orders this block's writes (a block barrier must lie between) before it, and what other
 // blocks wrote before their own arrivals after it. Returns the count before.
-__device__ __forceinline__ unsigned arrive(unsigned* counter) {
+__device__ __forceinline__ unsigned arrive(unsigned* counter, unsigned amount = 1) {
   unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(counter)
+               : "l"(counter), "r"(amount)
                : "memory");
   return before;
+}
+
+// Such a counter, in order with what other blocks wrote before they arrived.
+__device__ __forceinline__ unsigned arrivals(const unsigned* counter) {
+  unsigned count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
 }
 
 // ---- asynchronous copies, 16 bytes a thread, past the first-level cache ---------------------------

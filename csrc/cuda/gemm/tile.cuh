@@ -211,9 +211,27 @@ __device__ __forceinline__ void finish_rows(const Gemm& g, float* out, int64_t c
   }
 }
 
-// A column block of a tile: finished where the piece is a whole tile; else its sums are left in scratch, some
-// rows after the other, and whoever finds the last part of some rows there adds these up and finishes them.
-// Workers begin at different rows, so that those who come at about the same time share what there is to add.
+// Added to a counter of parts by whoever will not wait for the others.
+constexpr unsigned kLeaves = 1u << 16;
+// Clocks that a worker waits for others at most. None depends on another's being there at all.
+constexpr long long kPatience = 1 << 17;
+
+// Whether this thread's worker, one of `workers`, is to add the parts of some rows, now that its own is there. Each
+// row's owner is, and waits for the rest, if that is the last it has to do; else whoever comes last.
+__device__ __forceinline__ bool adds_parts(unsigned* arrived, unsigned workers, bool owns,
+                                           bool waits) {
+  const auto all_there = [&](unsigned count) { return count % kLeaves == workers; };
+  const unsigned before = arrive(arrived, owns && !waits ? 1 + kLeaves : 1);
+  if (all_there(before + 1)) return owns || before >= kLeaves;
+  if (!owns || !waits) return false;
+  const long long start = clock64();
+  while (clock64() - start < kPatience)
+    if (all_there(arrivals(arrived))) return true;
+  return all_there(arrive(arrived, kLeaves));
+}
+
+// A column block of a tile: finished where the piece is a whole tile; else its sums are left in scratch, and the
+// workers that share the tile each add up some of its rows and finish them.
 template <int kRows>
 __device__ __forceinline__ void finish_piece(const Gemm& g, const TileScratch& scratch,
                                              const TileSchedule& schedule, const TileWalk& walk,
@@ -221,63 +239,89 @@ __device__ __forceinline__ void finish_piece(const Gemm& g, const TileScratch& s
                                              const OutVectors<kRows>& vectors,
                                              const float (&sums)[kRows / 2], float* out,
                                              int barrier, int* flag) {
-  constexpr int kOutRows = out_rows(kRows), kChunks = kRows / kOutRows;
+  constexpr int kOutRows = out_rows(kRows), kChunks = kRows / kOutRows, kQuads = kOutRows / 8;
   const int64_t first_row = static_cast<int64_t>(row_tile) * kRows;
   const int64_t column_block = static_cast<int64_t>(column) * kBlocks + in_tile;
   const bool transform = g.svh != nullptr;
-  const bool whole = walk.last - walk.first == schedule.steps;
   const int thread = threadIdx.x % kBlockThreads;
+  const int chunks = static_cast<int>(
+      min(static_cast<int64_t>(kChunks), (g.m - first_row + kOutRows - 1) / kOutRows));
+  const auto finish = [&](int chunk, auto put) {
+    named_barrier(barrier, kBlockThreads);  // the rows before are out
+    vectors.template put<kOutRows>(chunk, out);
+    put();
+    named_barrier(barrier, kBlockThreads);
+    finish_rows<kOutRows>(g, out, first_row + chunk * kOutRows, column_block);
+  };
+  if (walk.last - walk.first == schedule.steps) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk)
+      finish(chunk, [&] {
+        with_chunk<kOutRows>(sums, chunk, [&](const auto& of_chunk) {
+          put_rows<kOutRows>(of_chunk, transform, out);
+        });
+      });
+    return;
+  }
+
   const int start = walk.rest * schedule.pitch;
-  const int from = whole ? 0 : start / schedule.share;
-  const int to = whole ? 0 : (start + schedule.pitch - 1) / schedule.share;
+  const int from = start / schedule.share, to = (start + schedule.pitch - 1) / schedule.share;
   const auto part_of = [&](int worker, int chunk) {
     // A stretch begins in the tile of its first slot; any other that it does not have to itself is
     // its last, and has the second.
     const int slot = worker * schedule.share >= start ? 0 : 1;
     return reinterpret_cast<float4*>(scratch.parts) + thread +
            (((static_cast<int64_t>(worker) * 2 + slot) * kBlocks + in_tile) * kChunks + chunk) *
-               (kOutRows / 8 * kBlockThreads);
+               (kQuads * kBlockThreads);
   };
-  unsigned* const arrived = scratch.rotated.arrived + (walk.rest * kBlocks + in_tile) * kChunks;
-  const int begin = whole ? 0 : (walk.worker - from) * kChunks / (to - from + 1);
-#pragma unroll 1
-  for (int i = 0; i < kChunks; ++i) {
-    const int chunk = (begin + i) % kChunks;
-    const int64_t chunk_row = first_row + chunk * kOutRows;
-    if (chunk_row >= g.m) continue;
-    if (!whole) {
-      float4* const mine = part_of(walk.worker, chunk);
-      with_chunk<kOutRows>(sums, chunk, [&](const auto& of_chunk) {
+  float4* const mine = part_of(walk.worker, 0);
 #pragma unroll
-        for (int j = 0; j < kOutRows / 8; ++j)
-          __stcg(mine + j * kBlockThreads, float4{of_chunk[4 * j], of_chunk[4 * j + 1],
-                                                  of_chunk[4 * j + 2], of_chunk[4 * j + 3]});
-      });
-      named_barrier(barrier, kBlockThreads);
-      if (thread == 0) *flag = arrive(arrived + chunk) == static_cast<unsigned>(to - from);
-    }
-    named_barrier(barrier, kBlockThreads);  // the flag is there, and the rows before are out
-    if (!whole && *flag == 0) continue;
-    vectors.template put<kOutRows>(chunk, out);
-    if (whole) {
-      with_chunk<kOutRows>(
-          sums, chunk, [&](const auto& of_chunk) { put_rows<kOutRows>(of_chunk, transform, out); });
-    } else {
+  for (int j = 0; j < kRows / 8; ++j) {
+    if (j / kQuads < chunks)
+      __stcg(mine + j * kBlockThreads,
+             float4{sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]});
+  }
+  named_barrier(barrier, kBlockThreads);
+  if (thread < 32) {
+    const int workers = to - from + 1;
+    bool adds = false;
+    if (thread < chunks)
+      adds = adds_parts(
+          scratch.rotated.arrived + (walk.rest * kBlocks + in_tile) * kChunks + thread, workers,
+          from + thread * workers / chunks == walk.worker, walk.at >= walk.stop);
+    const unsigned all = __ballot_sync(0xFFFFFFFFu, adds);
+    if (thread == 0) *flag = static_cast<int>(all);
+  }
+  named_barrier(barrier, kBlockThreads);
+  const int adds = *flag;
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if ((adds >> chunk & 1) == 0) continue;
+    finish(chunk, [&] {
       float all[kOutRows / 2] = {};
+      // As many at a time as registers allow, so that they wait for memory together.
+      constexpr int kTogether = kRows == 256 ? 2 : 1;
 #pragma unroll 1
-      for (int worker = from; worker <= to; ++worker) {
-        const float4* const part = part_of(worker, chunk);
+      for (int worker = from; worker <= to; worker += kTogether) {
+        float4 parts[kTogether][kQuads];
 #pragma unroll
-        for (int j = 0; j < kOutRows / 8; ++j) {
-          const float4 four = __ldcg(part + j * kBlockThreads);
-          all[4 * j] += four.x, all[4 * j + 1] += four.y;
-          all[4 * j + 2] += four.z, all[4 * j + 3] += four.w;
+        for (int i = 0; i < kTogether; ++i) {
+          const float4* const part = part_of(min(worker + i, to), chunk);
+#pragma unroll
+          for (int j = 0; j < kQuads; ++j) parts[i][j] = __ldcg(part + j * kBlockThreads);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if (worker + i > to) break;
+#pragma unroll
+          for (int j = 0; j < kQuads; ++j) {
+            all[4 * j] += parts[i][j].x, all[4 * j + 1] += parts[i][j].y;
+            all[4 * j + 2] += parts[i][j].z, all[4 * j + 3] += parts[i][j].w;
+          }
         }
       }
       put_rows<kOutRows>(all, transform, out);
-    }
-    named_barrier(barrier, kBlockThreads);
-    finish_rows<kOutRows>(g, out, chunk_row, column_block);
+    });
   }
 }
 

@@ -38,8 +38,9 @@ __device__ __forceinline__ void finish_linear(const Projection& p, int64_t matri
 #pragma unroll
   for (float& value : z) value *= kHadamardScale;
   warp_hadamard(z, threadIdx.x % 32);
+  // Rounded here, whatever is added next and in whichever kernel: one multiplication and addition would be other bits.
 #pragma unroll
-  for (int i = 0; i < 4; ++i) z[i] *= scale[i];
+  for (int i = 0; i < 4; ++i) z[i] = __fmul_rn(z[i], scale[i]);
 }
 
 template <int kCount>
