@@ -325,6 +325,48 @@ def test_current_stream_is_honoured():
     assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize("m", [1, 40, 300])
+def test_whatever_is_in_front_is_waited_for(m):
+    """
+    An op's first launch begins while what is in front still runs: a kernel that writes x or the
+    weights, another op, a copy, a fill, another stream. Eager and captured.
+    """
+    layers = [on_gpu(make_layer("mcg", 4, rows=2048, columns=2048, seed=seed)) for seed in (0, 1)]
+    source = torch.randn(m, 2048, device="cuda").half()
+    x, weights = torch.empty_like(source), tuple(torch.empty_like(part) for part in layers[0])
+    side = torch.cuda.Stream()
+
+    def results(between) -> list[torch.Tensor]:
+        def op(x):
+            between()
+            y = trellis_ops.trellis_gemm(x, *weights, codebook="mcg")
+            between()
+            return y
+
+        found = []
+        for layer in layers:
+            for part, new in zip(weights, layer, strict=True):
+                torch.add(new, 0, out=part)
+            y = op(op(x.copy_(source)) * 0.5)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.copy_(y).mul_(0.25)
+            torch.cuda.current_stream().wait_stream(side)
+            found += [y, op(x), op(x.zero_())]
+        return found
+
+    want = results(torch.cuda.synchronize)
+    for got in (results(lambda: None) for _ in range(20)):
+        assert all(map(torch.equal, got, want))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(lambda: None)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, want))
+
+
 def test_empty_and_mixed_devices():
     layer = make_layer("mcg", 4)
     trellis, suh, svh = on_gpu(layer)

@@ -6,7 +6,7 @@ namespace trellis::cuda {
 namespace {
 
 // Rows that a pass must be able to serve, in those of an average expert.
-constexpr int kFewMargin = 4;
+constexpr int kFewMargin = 3;
 constexpr int kFewWarps = 8;  // of a block
 
 // A warp a 128-block of a route's row, for a slice and a rotation. Rows of gate and up are x; those of down, what comes of

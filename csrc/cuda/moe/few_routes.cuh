@@ -14,10 +14,10 @@ namespace trellis::cuda {
 // Row blocks: what one pass over an expert's weights serves.
 struct alignas(16) FewSorted {
   int row_blocks;
-  int expert[kFewRoutes], rows[kFewRoutes];
-  uint8_t route[kFewRoutes][8];
-  // Their entries of the table, gate, up, down, where experts have one slice only.
-  longlong2 kept[kFewRoutes][3];
+  int expert[kFewRoutes];
+  uint8_t rows[kFewRoutes], route[kFewRoutes][8];
+  // The first ones' entries of the table, gate, up, down, where experts have one slice only.
+  longlong2 kept[kFewKept][3];
 };
 static_assert(sizeof(FewSorted) == kFewSortedBytes);
 
@@ -30,6 +30,8 @@ struct FewShared {
   uint32_t leaders[kFewRoutes / 32];
 };
 static_assert(sizeof(FewShared) <= kFewFixedBytes);
+static_assert(kFewRoutes <= 256 && kFewRoutes <= kExpertWarps * 32,
+              "a byte names a route, a thread sorts it");
 
 struct FewRows {
   float* scales;  // [128-blocks][8]
@@ -81,7 +83,7 @@ __device__ __forceinline__ Chunk chunk_at(const Moe& m, const FewSorted& sorted,
   c.first = at - c.matrix * of_matrix;
   const FewMatrix matrix = few_matrix<kDown>(m, c.matrix);
   longlong2 entry;
-  if (m.slices == 1)
+  if (m.slices == 1 && matrix.row_block < kFewKept)
     entry = sorted.kept[matrix.row_block][matrix.which];
   else
     entry = __ldg(reinterpret_cast<const longlong2*>(m.table) +
@@ -100,7 +102,7 @@ __device__ __forceinline__ uint32_t bits_below(int count) {
 }
 
 // A route is the row of its expert's row blocks that it is in their order, and row blocks are in the order of their
-// first routes. For all threads of a block.
+// first routes. For all threads of a block, one a route.
 __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, FewShared& s) {
   const int route = threadIdx.x, lane = route % 32;
   const int routes = static_cast<int>(m.tokens * m.top_k);
@@ -116,7 +118,7 @@ __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, Few
   const int expert = within && m.slices == 1 ? (kept[2].y == 0 ? -1 : static_cast<int>(id))
                      : within                ? expert_of(m, route)
                                              : -1;
-  if (route < kFewRoutes) s.expert_of[route] = expert;
+  s.expert_of[route] = expert;
   __syncthreads();
   // The routes of this one's expert, a bit each; compared with all, since finding them one by one takes branches.
   constexpr int kWords = kFewRoutes / 32;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, Few
   }
   const bool leads = expert >= 0 && before % most_rows == 0;
   const uint32_t leaders = __ballot_sync(0xFFFFFFFFu, leads);
-  if (route < kFewRoutes && lane == 0) s.leaders[route / 32] = leaders;
+  if (lane == 0) s.leaders[route / 32] = leaders;
   __syncthreads();
   int row_block = 0, row_blocks = 0;
 #pragma unroll
@@ -148,9 +150,10 @@ __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, Few
   if (leads) {
     const int rows = min(all - before, most_rows);
     sorted.expert[row_block] = expert;
-    sorted.rows[row_block] = rows;
+    sorted.rows[row_block] = static_cast<uint8_t>(rows);
 #pragma unroll
-    for (int which = 0; which < 3; ++which) sorted.kept[row_block][which] = kept[which];
+    for (int which = 0; which < 3; ++which)
+      if (row_block < kFewKept) sorted.kept[row_block][which] = kept[which];
     int row = 0;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {

@@ -5,7 +5,7 @@
 
 namespace trellis::cuda {
 
-constexpr int kFewRoutes = 128;  // at most
+constexpr int kFewRoutes = 256;  // at most
 constexpr int kFewTiles = 8;     // that a warp multiplies at a time
 __host__ __device__ constexpr int few_tiles_of(int tile_words) {
   return tile_words <= 64 ? kFewTiles : kFewTiles / 2;
@@ -13,11 +13,12 @@ __host__ __device__ constexpr int few_tiles_of(int tile_words) {
 constexpr int kFewHeld = kFewTiles * 16 * 8 / 256;  // sums of eight rows for a thread
 constexpr int kFewStages = 3;  // of a warp's ring of packed words, each of them two k tiles
 constexpr int kFewStageBytes = 2 * kFewTiles * 128;
-constexpr int kFewSortedBytes = 8208;
+constexpr int kFewKept = 128;
+constexpr int kFewSortedBytes = 9488;
 // Features of a row's sums: rows are so far apart that a warp's stores go to different banks.
 constexpr int kFewPartFeatures = kFewTiles * 16 + 4;
 // Shared memory of a block without what its rows need.
-constexpr int kFewFixedBytes = 57 * 1024;
+constexpr int kFewFixedBytes = 59 * 1024;
 
 struct FewScratch {
   uint4* sorted;  // kFewSortedBytes: by gate and up, for down
