@@ -422,7 +422,7 @@ def test_few_routes_have_the_bits_of_few_rows(layer, dtype):
     layer = {"experts": 5, "bits": lambda p, e: 2 + (e + len(p)) % 5, **layer}
     layout = make_experts(**layer).layout()
     activation = "silu" if layer.get("gated", True) else "relu2"
-    for tokens, top_k in ((1, 1), (1, 5), (3, 2), (8, 4), (16, 8), (64, 2), (250, 1)):
+    for tokens, top_k in ((1, 1), (1, 5), (3, 2), (8, 4), (16, 8), (64, 2), (128, 2)):
         x = torch.randn(tokens, layer.get("hidden", 256)).to(dtype)
         ids, weights = routing(tokens, min(top_k, 5), layer["experts"])
         for only in (ids, torch.zeros_like(ids), torch.where(ids == 0, -1, ids).int()):
