@@ -82,11 +82,16 @@ def test_every_cut_meets_the_bound(codebook, bits, route, m):
         assert torch.equal(y, again)
 
 
-@pytest.mark.parametrize("m", [128, 129, 192, 256, 257, 512, 513, 1000])
-def test_many_rows(m):
-    layer = make_layer("mcg", 4, rows=2048, columns=1152)
-    x = torch.randn(m, 2048, device="cuda").bfloat16()
-    bias = torch.randn(1152, device="cuda")
+@pytest.mark.parametrize(
+    ("m", "rows", "columns"),
+    [(m, 2048, 1152) for m in (128, 129, 192, 256, 257, 512, 513, 1000)]
+    # A round of whole tiles, then tiles in parts or in stretches, on 132 multiprocessors.
+    + [(128, 512, 38400), (300, 512, 11008), (700, 2048, 11008), (900, 512, 11008)],
+)
+def test_many_rows(m, rows, columns):
+    layer = make_layer("mcg", 4, rows=rows, columns=columns)
+    x = torch.randn(m, rows, device="cuda").bfloat16()
+    bias = torch.randn(columns, device="cuda")
     want = x.double() @ torch.from_numpy(layer.weight()).cuda() + bias.double()
     y = trellis_ops.trellis_gemm(x, *on_gpu(layer), bias, codebook="mcg")
     assert worst_row(y, want) <= BOUNDS[torch.bfloat16]

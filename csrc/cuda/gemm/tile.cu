@@ -16,26 +16,28 @@ int64_t parts_of(const TileSchedule& s) {
   return static_cast<int64_t>(s.workers) * 2 * kBlocks * s.rows * 128;
 }
 
-// What a piece of a tile takes besides its steps, in steps, as measured: rows leave, and where blocks share a
-// tile, they meet first.
+// What a piece of a tile takes besides its steps, in steps, as measured: rows leave; where blocks that come at the
+// same time share the tile, they meet first; where they come at different times, the last one adds all there is.
 struct FinishCost {
-  int64_t whole, part;
+  int64_t whole, even, stretch;
 };
 constexpr FinishCost finish_cost(int rows) {
-  return rows == 256 ? FinishCost{11, 16} : rows == 128 ? FinishCost{6, 13} : FinishCost{4, 6};
+  return rows == 256   ? FinishCost{11, 14, 28}
+         : rows == 128 ? FinishCost{6, 11, 21}
+                       : FinishCost{4, 6, 6};
 }
 
-// How many blocks should share a tile: as many as fit at once, unless stretches keep so many more
-// multiprocessors busy that it pays for their way through scratch, which takes about ten steps. A
-// cluster must fit a group of multiprocessors, and some of those have an odd number to spare.
+// How many blocks should share a tile as a cluster: as many as fit at once, unless stretches keep so many more
+// multiprocessors busy that it pays for their way through scratch. A cluster must fit a group of multiprocessors,
+// and some of those have an odd number to spare. Two blocks meet as well without one.
 int best_slices(int64_t tiles, int64_t steps, int sm_count) {
   int slices = 1;
-  for (int more = 2; more <= 8 && steps >= more * 4; more *= 2) {
-    if (tiles * more * 8 <= sm_count * (more == 2 ? 7 : 6)) slices = more;
+  for (int more = 4; more <= 8 && steps >= more * 4; more *= 2) {
+    if (tiles * more * 8 <= sm_count * 6) slices = more;
   }
   const int64_t sliced = (steps + slices - 1) / slices;
   const int64_t stretch = (tiles * steps + sm_count - 1) / sm_count;
-  return sliced <= stretch + 10 ? slices : 1;
+  return sliced <= stretch + 6 ? slices : 1;
 }
 
 TileScratch take_scratch(const TileSchedule& s, Arena& arena) {
@@ -76,28 +78,32 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
     return s;
   }
   const int64_t most = std::max(1, sm_count / s.cluster);
-  // The last full round joins the rest, so that stretches are at least a tile long, unless there is
-  // no full round or nothing left. Whole tiles in the last round too, where that costs no more.
-  const int64_t rounds = tiles % most == 0 ? tiles / most : std::max<int64_t>(0, tiles / most - 1);
-  const int64_t of_rest = ((tiles - rounds * most) * s.steps + most - 1) / most;
-  const FinishCost cost = finish_cost(s.rows);
-  const bool whole = share <= 0 && (tiles + most - 1) / most * (s.steps + cost.whole) <=
-                                       rounds * (s.steps + cost.whole) + of_rest +
-                                           (of_rest / s.steps + 1) * cost.part;
-  s.rounds = share > 0 ? 0 : static_cast<int>(whole ? tiles / most : rounds);
-  s.rest = static_cast<int>(tiles - s.rounds * most);
-  s.pitch = s.steps;
-  s.share = whole ? s.steps : static_cast<int>(share);
-  if (share <= 0 && !whole) {
-    s.share = static_cast<int>(of_rest);
-    // Stretches that end where tiles do leave one part each instead of two; worth a few steps.
-    const int64_t parts = std::min<int64_t>(s.rest == 0 ? 0 : most / s.rest, s.steps);
-    const int64_t even = parts == 0 ? 0 : (s.steps + parts - 1) / parts;
-    if (parts > 1 && even <= s.share + 4 && even * (parts - 1) < s.steps) {
-      s.share = static_cast<int>(even);
-      s.pitch = static_cast<int>(even * parts);
+  const auto set = [&s, tiles, most](int64_t rounds, int64_t of_share, int64_t pitch) {
+    s.rounds = static_cast<int>(rounds);
+    s.rest = static_cast<int>(tiles - rounds * most);
+    s.share = static_cast<int>(of_share), s.pitch = static_cast<int>(pitch);
+  };
+  if (share > 0) {
+    set(0, share, s.steps);
+  } else {
+    const FinishCost cost = finish_cost(s.rows);
+    const int64_t whole = s.steps + cost.whole, full = tiles / most, left = tiles % most;
+    int64_t least = (full + (left > 0 ? 1 : 0)) * whole;
+    set(full, s.steps, s.steps);
+    // What no full round is left for in even parts, one a worker.
+    const int64_t parts = left == 0 ? 1 : std::min<int64_t>(most / left, s.steps);
+    const int64_t even = (s.steps + parts - 1) / parts;
+    const int64_t of_even = full * whole + even + cost.even;
+    if (parts > 1 && even * (parts - 1) < s.steps && of_even < least) {
+      least = of_even;
+      set(full, even, even * parts);
     }
-    s.share = std::max(1, s.share);
+    // Or in equal stretches, one after the other, together with the round before, so that they are at least a tile
+    // long.
+    const int64_t rounds = std::max<int64_t>(0, full - 1);
+    const int64_t stretch = ((tiles - rounds * most) * s.steps + most - 1) / most;
+    if (left > 0 && rounds * whole + stretch + (stretch / s.steps + 1) * cost.stretch < least)
+      set(rounds, stretch, s.steps);
   }
   const int64_t units = static_cast<int64_t>(s.rest) * s.pitch;
   s.workers = static_cast<int>(s.rounds > 0 ? most : (units + s.share - 1) / s.share);
