@@ -24,7 +24,7 @@ struct FinishCost {
 constexpr FinishCost finish_cost(int rows) {
   return rows == 256   ? FinishCost{11, 14, 28}
          : rows == 128 ? FinishCost{6, 11, 21}
-                       : FinishCost{4, 6, 6};
+                       : FinishCost{4, 6, 12};
 }
 
 // How many blocks should share a tile as a cluster: as many as fit at once, unless stretches keep so many more
