@@ -49,7 +49,7 @@ Tensor parity_moe(TRELLIS_MOE_PARAMETERS) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// `wgmma`: whether tiles may use it. Tests say so, and where few routes go.
+// `wgmma`: whether tiles may use it. Only tests say that they may not, or which way few routes go.
 Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool wgmma = true,
            FewRoutes few_routes = FewRoutes::WhereBest) {
   const char* op = "rank_sliced_moe";
@@ -72,6 +72,7 @@ Tensor run(const MoeArguments& a, const std::optional<Tensor>& workspace, bool w
   if (tokens == 0) return y;
   MoeArguments aligned = a;
   aligned.packed = trellis::cuda::aligned(a.packed);
+  aligned.table = trellis::cuda::aligned(a.table);
   trellis::Kept kept;
   const trellis::Moe m = trellis::moe_of(aligned, y, kept);
   Tensor scratch =

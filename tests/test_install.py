@@ -220,7 +220,7 @@ def test_cuda_architectures(build, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert build.cuda_targets("nvcc") == []
     monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", "all")
-    ptx = "-gencode=arch=compute_80,code=compute_80"
+    ptx = "-gencode=arch=compute_90,code=compute_90"
     assert build.cuda_targets("nvcc") == [*flags("80", "90a", "120"), ptx]
     for arch in ("90a", "sm_90a", "90", "sm_90"):
         monkeypatch.setenv("TRELLIS_OPS_CUDA_ARCH", arch)

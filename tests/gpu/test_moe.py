@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,10 +43,10 @@ def run(layout, x, ids, weights, activation="silu", **changed) -> torch.Tensor:
 def run_as(wgmma: bool, few_routes: bool):
     """The op whose tiles may use wgmma, as on no GPU but Hopper's, and whose few routes go their own way."""
 
-    def function(layout, x, ids, weights, activation="silu") -> torch.Tensor:
+    def function(layout, x, ids, weights, activation="silu", **changed) -> torch.Tensor:
         layout = layout.to("cuda")
         inputs = (t.cuda() for t in (x, ids, weights))
-        last = options(layout, activation, out_dtype=x.dtype)
+        last = options(layout, activation, **{"out_dtype": x.dtype, **changed})
         y = OPS._rank_sliced_moe_route(*inputs, *arguments(layout), *last, wgmma, few_routes)
         return y.cpu()
 
@@ -415,6 +416,7 @@ def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
         {"hidden": 100, "intermediate": 2100, "biases": True},
         {"experts": 40, "slices": 4, "hidden": 640, "intermediate": 256, "biases": True},
         {"codebook": "mul1", "gated": False, "absent": (1,)},
+        {"experts": 200, "hidden": 128, "intermediate": 128},  # more row blocks than are kept
     ],
 )
 def test_few_routes_have_the_bits_of_few_rows(layer, dtype):
@@ -429,6 +431,36 @@ def test_few_routes_have_the_bits_of_few_rows(layer, dtype):
             want = few_rows(layout, x, only, weights, activation)
             assert torch.equal(few_routes(layout, x, only, weights, activation), want)
             assert not want.isnan().any()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swiglu_oai"])
+def test_activations_have_one_set_of_bits(activation):
+    layout = make_experts(5, biases=True).layout()
+    x = 3 * torch.randn(16, 256)
+    ids, weights = routing(16, 4, 5)
+    want = few_rows(layout, x, ids, weights, activation, limit=2.0)
+    assert torch.equal(few_routes(layout, x, ids, weights, activation, limit=2.0), want)
+
+
+def test_no_expert_at_all_many_times():
+    """The rotation has nothing to do then, and must not let the products start before the sort has ended."""
+    layout = make_experts(8).layout().to("cuda")
+    x = torch.randn(64, 256, device="cuda")
+    ids, weights = (t.cuda() for t in routing(64, 8, 8))
+    rest = *arguments(layout), *options(layout), True, False
+    for _ in range(100):
+        OPS._rank_sliced_moe_route(x, ids, weights, *rest)
+        assert not OPS._rank_sliced_moe_route(x, torch.full_like(ids, -1), weights, *rest).any()
+
+
+def test_a_table_that_begins_between_two_pieces():
+    layout = make_experts(4).layout().to("cuda")
+    x = torch.randn(3, 256)
+    ids, weights = routing(3, 2, 4)
+    want = few_routes(layout, x, ids, weights)
+    shifted = torch.empty(layout.table.numel() + 1, dtype=torch.int64, device="cuda")[1:]
+    table = shifted.view(layout.table.shape).copy_(layout.table)
+    assert torch.equal(few_routes(replace(layout, table=table), x, ids, weights), want)
 
 
 # ---- capture, workspaces, streams -------------------------------------------------------------

@@ -14,8 +14,9 @@
 //
 // What a tile's sums go through: where tiles are few, the blocks of a cluster take slices of one tile's
 // steps, and each adds and finishes a share of the rows, which it reads from the others' shared memory.
-// Otherwise a tile that lies in several stretches leaves its sums in scratch, and whichever block comes
-// last adds the parts (tile.cuh). The order of additions is fixed in both.
+// Otherwise a tile that lies in several stretches leaves its sums in scratch, and the blocks that share it
+// add the parts, a share of the rows each, or the last to come all (tile.cuh). The order of additions is
+// fixed in both.
 #pragma once
 
 #include "../decode/decode.cuh"

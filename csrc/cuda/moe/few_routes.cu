@@ -133,9 +133,10 @@ FewPlan plan_few_routes(const Moe& m, bool exact) {
   for (plan.blocks_of_sm = 2; plan.blocks_of_sm >= 1; --plan.blocks_of_sm) {
     const int room =
         std::min(most, attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / plan.blocks_of_sm -
-                           reserved);
+                           reserved) /
+        128 * 128;
     plan.rows = std::min(rows_of(room, m.hidden), rows_of(room, m.inner));
-    plan.shared_bytes = room / 128 * 128;
+    plan.shared_bytes = room;
     if (plan.rows > 0) break;
   }
   // Experts with more rows than that are decoded more than once. A token's own are different ones.

@@ -30,8 +30,8 @@ struct FewShared {
   uint32_t leaders[kFewRoutes / 32];
 };
 static_assert(sizeof(FewShared) <= kFewFixedBytes);
-static_assert(kFewRoutes <= 256 && kFewRoutes <= kExpertWarps * 32,
-              "a byte names a route, a thread sorts it");
+static_assert(kFewRoutes == kExpertWarps * 32 && kFewRoutes <= 256,
+              "a thread sorts a route, a byte names it");
 
 struct FewRows {
   float* scales;  // [128-blocks][8]
@@ -309,6 +309,7 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
   return stage;
 }
 
+// Of a single tile, two: the second is nobody's.
 template <bool kPacked, int kTerms>
 __device__ __forceinline__ uint32_t multiply_few_any(int codebook, int count,
                                                      const FewCopies& copies, const FewFragments& f,

@@ -13,7 +13,7 @@ __host__ __device__ constexpr int few_tiles_of(int tile_words) {
 constexpr int kFewHeld = kFewTiles * 16 * 8 / 256;  // sums of eight rows for a thread
 constexpr int kFewStages = 3;  // of a warp's ring of packed words, each of them two k tiles
 constexpr int kFewStageBytes = 2 * kFewTiles * 128;
-constexpr int kFewKept = 128;
+constexpr int kFewKept = 128;  // row blocks whose descriptors a block has at hand
 constexpr int kFewSortedBytes = 9488;
 // Features of a row's sums: rows are so far apart that a warp's stores go to different banks.
 constexpr int kFewPartFeatures = kFewTiles * 16 + 4;

@@ -1,6 +1,6 @@
-// Routed experts: launches for a chunk of tokens, none of which the host waits for. Few routes: gate and up, down,
-// add. Few rows of an expert: sort, rotate, gate and up with the activation, down, add. Many rows, as tiles: these
-// five and a launch for the activation.
+// Routed experts: launches for a chunk of tokens, none of which the host waits for. Few routes: rotate, gate and up,
+// rotate what comes of them, down, add. Few rows of an expert: sort, rotate, gate and up with the activation, down, add.
+// Many rows, as tiles: these five and a launch for the activation.
 #include <algorithm>
 
 #include "../gemm/launch.cuh"
@@ -164,9 +164,9 @@ cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream
     const Sizes z{m.top_k, m.experts, m.slices, m.hidden, m.inner};
     const FewPlan few = plan_few_routes(m, exact);
     cudaError_t error;
-    if (plan.few_routes == FewRoutes::WhereTheyCan
-            ? few.rows > 0
-            : plan.few_routes == FewRoutes::WhereBest && few.is_best) {
+    if (plan.few_routes == FewRoutes::WhereTheyCan && few.rows == 0) return cudaErrorNotSupported;
+    if (plan.few_routes == FewRoutes::WhereTheyCan ||
+        (plan.few_routes == FewRoutes::WhereBest && few.is_best)) {
       error =
           launch_few_routes(exact, m, take_few_scratch(z, m.tokens * m.top_k, arena), few, stream);
     } else {

@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
   const int rotation = static_cast<int>(rest % rotations);
   const int64_t slice = rest / rotations % m.slices, route = rest / rotations / m.slices;
   const int64_t id = route < routes ? expert_of_route(m, route) : -1;
-  if (id < 0 || id >= m.experts) return;
+  // A launch of which nobody waits may end before the sort has, and then so may the products' wait for it.
+  if (id < 0 || id >= m.experts) return wait_for_previous_kernel();
   float v[4], suh[4];
   with_dtype(m.x_dtype, m.x, [&](const auto* x) {
 #pragma unroll

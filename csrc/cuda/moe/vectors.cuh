@@ -27,7 +27,10 @@ __device__ __forceinline__ const __half* vector_of(const Stack& stack, int64_t m
   return static_cast<const __half*>(stack.data) + row * stack.columns;
 }
 
-// A warp's 128 sums, four neighbours a lane, become results of the layer: transform, scale, bias.
+// Products are rounded (__fmul_rn) wherever a sum follows: fused with it in one kernel and not in another they would be
+// other bits, and a row's must not depend on which kernels it goes through.
+
+// A warp's 128 sums, four neighbours a lane, become results of the layer: transform, scale.
 __device__ __forceinline__ void finish_linear(const Projection& p, int64_t matrix, int feature,
                                               float (&z)[4]) {
   const __half* const svh = vector_of(p.svh, matrix) + feature;
@@ -36,9 +39,8 @@ __device__ __forceinline__ void finish_linear(const Projection& p, int64_t matri
   for (int i = 0; i < 4; ++i) scale[i] = __half2float(svh[i]);
   // Scaled first: the transform adds up 128 of them.
 #pragma unroll
-  for (float& value : z) value *= kHadamardScale;
+  for (float& value : z) value = __fmul_rn(value, kHadamardScale);
   warp_hadamard(z, threadIdx.x % 32);
-  // Rounded here, whatever is added next and in whichever kernel: one multiplication and addition would be other bits.
 #pragma unroll
   for (int i = 0; i < 4; ++i) z[i] = __fmul_rn(z[i], scale[i]);
 }
@@ -137,10 +139,10 @@ __device__ __forceinline__ float rotate_scaled(float (&v)[4], const float (&scal
   const int exponent = exponent_of(warp_max(most));
   const float inverse = power_of_two(-exponent);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = v[i] * inverse * scale[i];
+  for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(__fmul_rn(v[i], inverse), scale[i]);
   warp_hadamard(v, threadIdx.x % 32);
 #pragma unroll
-  for (float& value : v) value *= kHadamardScale;
+  for (float& value : v) value = __fmul_rn(value, kHadamardScale);
   return power_of_two(exponent);
 }
 
