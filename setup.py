@@ -172,7 +172,7 @@ def cuda_targets(nvcc: str) -> list[str]:
     # Hopper's own instructions are those of 90a; a build for 90 would lack the kernels they make.
     names = [{"90": "90a"}.get(name, name) for name in names]
     flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
-    # PTX for GPUs to come: of 90, since launches may overlap from there on, and code of 80 would not wait.
+    # PTX for GPUs to come. Not of 80: from 90 on launches overlap, and its code would not wait.
     return [*flags, "-gencode=arch=compute_90,code=compute_90"] if arch == "all" else flags
 
 
