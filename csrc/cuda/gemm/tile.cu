@@ -91,12 +91,11 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
     int64_t least = (full + (left > 0 ? 1 : 0)) * whole;
     set(full, s.steps, s.steps);
     // What no full round is left for in even parts, one a worker.
-    const int64_t parts = left == 0 ? 1 : std::min<int64_t>(most / left, s.steps);
-    const int64_t even = (s.steps + parts - 1) / parts;
+    const int64_t even = left == 0 ? s.steps : (s.steps + most / left - 1) / (most / left);
     const int64_t of_even = full * whole + even + cost.even;
-    if (parts > 1 && even * (parts - 1) < s.steps && of_even < least) {
+    if (even < s.steps && of_even < least) {
       least = of_even;
-      set(full, even, even * parts);
+      set(full, even, (s.steps + even - 1) / even * even);
     }
     // Or in equal stretches, one after the other, together with the round before, so that they are at least a tile
     // long.
