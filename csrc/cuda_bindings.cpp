@@ -149,6 +149,28 @@ Tensor dequantize(Tensor packed, std::optional<Tensor> suh, std::optional<Tensor
   return out;
 }
 
+// How many rows are cut into tiles and these among workers, a number at a time: tests need no GPU for it.
+int64_t tile_schedule(int64_t m, int64_t in_tiles, int64_t out_tiles, int64_t route,
+                      int64_t sm_count, int64_t field) {
+  trellis::cuda::Gemm g = {};
+  g.m = m;
+  g.in_tiles = in_tiles, g.out_tiles = out_tiles;
+  const trellis::cuda::TileSchedule s =
+      trellis::cuda::tile_schedule(g, static_cast<Route>(route), static_cast<int>(sm_count), 0);
+  const std::array<int64_t, 9> fields = {s.row_tiles * s.columns,
+                                         s.steps,
+                                         s.slices,
+                                         s.cluster,
+                                         s.workers,
+                                         s.rounds,
+                                         s.rest,
+                                         s.share,
+                                         s.pitch};
+  STD_TORCH_CHECK(field >= 0 && field < static_cast<int64_t>(fields.size()),
+                  "_tile_schedule: no such field: ", field);
+  return fields[field];
+}
+
 Tensor hadamard_128(Tensor x) {
   const char* op = "hadamard_128";
   trellis::checks::hadamard(op, x);
@@ -169,6 +191,10 @@ STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CUDA, m) {
   m.impl("trellis_gemm_inference", TORCH_BOX(&trellis_gemm));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("hadamard_128", TORCH_BOX(&hadamard_128));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(trellis_ops, CompositeExplicitAutograd, m) {
+  m.impl("_tile_schedule", TORCH_BOX(&tile_schedule));
 }
 
 #endif  // TRELLIS_CUDA

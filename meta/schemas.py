@@ -52,6 +52,10 @@ SCHEMAS: dict[str, str] = {
     "moe_grad": f"(Tensor grad, {_MOE_LAYER}) -> (Tensor, Tensor)",
     # Private: force one CUDA route and its share of the matrix (see csrc/cuda/gemm/problem.h).
     "_trellis_gemm_route": _GEMM.replace(") ->", ", int route, int share) ->"),
+    # Private: how a product is cut on CUDA (see csrc/cuda_bindings.cpp).
+    "_tile_schedule": (
+        "(int m, int in_tiles, int out_tiles, int route, int sm_count, int field) -> int"
+    ),
     # Private: whether experts' tiles may use wgmma, and whether few routes go their own way.
     "_rank_sliced_moe_route": _MOE.replace(") ->", ", bool wgmma, bool few_routes) ->"),
     # Private: force one instruction set (tests), and name those this machine can run.
