@@ -9,8 +9,8 @@ namespace {
 constexpr int kFewMargin = 3;
 constexpr int kFewWarps = 8;  // of a block
 
-// A warp a 128-block of a route's row, for a slice and a rotation. Rows of gate and up are x; those of down, what comes of
-// the sums of gate and up.
+// A warp a 128-block of a route's row, for a slice and a rotation. Rows of gate and up are x; those of down are what
+// comes of the sums of gate and up.
 template <bool kDown>
 __global__ void __launch_bounds__(kFewWarps * 32)
     rotate_few_routes(const Moe m, const FewScratch scratch, const int terms) {

@@ -23,6 +23,7 @@ __device__ __forceinline__ int groups_of_segment(int segment, int blocks) {
 __device__ __forceinline__ int first_group_of(int warp, int groups) {
   return groups * warp / kExpertWarps;
 }
+
 // PowersOfTwo for a function that is not inlined, whose arguments lie in memory.
 __device__ __forceinline__ PowersOfTwo held_powers_of_two() {
   PowersOfTwo powers;
