@@ -333,8 +333,8 @@ def test_current_stream_is_honoured():
 @pytest.mark.parametrize("m", [1, 40, 300])
 def test_whatever_is_in_front_is_waited_for(m):
     """
-    An op's first launch begins while what is in front still runs: a kernel that writes x or the
-    weights, another op, a copy, a fill, another stream. Eager and captured.
+    A kernel that writes x or the weights, another op, a copy, a fill, another stream; eager and
+    captured.
     """
     layers = [on_gpu(make_layer("mcg", 4, rows=2048, columns=2048, seed=seed)) for seed in (0, 1)]
     source = torch.randn(m, 2048, device="cuda").half()

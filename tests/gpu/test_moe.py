@@ -578,6 +578,41 @@ def test_two_models_on_two_streams():
         assert all(torch.equal(y, want) for y in results)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_whatever_is_in_front_is_waited_for(tokens):
+    """The first launch begins while what writes x, ids or weights still runs. Eager and captured."""
+    module = module_of()
+    source = torch.randn(tokens, 256, device="cuda").bfloat16()
+    x = torch.empty_like(source)
+    routings = [tuple(t.cuda() for t in routing(tokens, 2, 8, seed=seed)) for seed in range(4)]
+    ids, weights = (torch.empty_like(t) for t in routings[0])
+
+    def results(between) -> list[torch.Tensor]:
+        found = []
+        for new_ids, new_weights in routings:
+            torch.add(new_ids, 0, out=ids), torch.mul(new_weights, 0.1, out=weights)
+            x.copy_(source)
+            for _ in range(3):
+                between()
+                y = module(x, ids, weights)
+                between()
+                found.append(y)
+                torch.tanh(y, out=x)
+        return found
+
+    with torch.no_grad():
+        want = results(torch.cuda.synchronize)
+        for got in (results(lambda: None) for _ in range(20)):
+            assert all(map(torch.equal, got, want))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = results(lambda: None)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, want))
+
+
 def test_compiles_whole_and_without_a_compilation_for_each_size():
     from torch._dynamo.utils import counters
 

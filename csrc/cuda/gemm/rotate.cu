@@ -141,7 +141,7 @@ template <Layout kLayout, DType kDType, bool kUsual>
 __global__ void __launch_bounds__(kRotateWarps * 32)
     rotate_rows(const Gemm g, const Rotated to, const int shares) {
   __shared__ float largest[kRotateWarps];
-  begin_after_previous_kernel();
+  let_next_kernel_start();
   const unsigned row_of_grid = blockIdx.x / static_cast<unsigned>(shares);
   const int64_t row = row_of_grid;
   const int share = static_cast<int>(blockIdx.x - row_of_grid * shares);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
 
 // Swizzled rows that begin at multiples of 16 elements: a block each.
 __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g, const Rotated to) {
-  begin_after_previous_kernel();
+  let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const int columns = row < g.m ? static_cast<int>(g.in_columns) : 0;  // zeros beyond the last row
   const auto load = [&](int column, float (&v)[16]) {
@@ -220,8 +220,8 @@ bool in_sixteens(const Gemm& g) {
 cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
   const cudaError_t error = prefer_shared(rotate_many_rows);
   if (error != cudaSuccess) return error;
-  return launch_overlapping(rotate_many_rows, rows, row_threads(g.in_tiles / 8), 0, 1, stream, g,
-                            to);
+  rotate_many_rows<<<static_cast<unsigned>(rows), row_threads(g.in_tiles / 8), 0, stream>>>(g, to);
+  return cudaGetLastError();
 }
 
 template <Layout kLayout>
@@ -232,8 +232,8 @@ cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, cudaSt
   const auto launch = [&](auto kernel) {
     const cudaError_t error = prefer_shared(kernel);
     if (error != cudaSuccess) return error;
-    return launch_overlapping(kernel, rows * shares, kRotateWarps * 32, 0, 1, stream, g, to,
-                              shares);
+    kernel<<<static_cast<unsigned>(rows * shares), kRotateWarps * 32, 0, stream>>>(g, to, shares);
+    return cudaGetLastError();
   };
   const int element = g.x_dtype == DType::Float ? 4 : 2;
   const bool usual = g.suh != nullptr && reinterpret_cast<uintptr_t>(g.x) % (4 * element) == 0 &&

@@ -133,7 +133,6 @@ __global__ void __launch_bounds__(kSmallWarps * 32, kSmallBlocks)
   constexpr int kAhead = kRowGroups == 1 ? kGroup : 1;
 
   extern __shared__ __align__(128) uint32_t shared[];
-  let_next_kernel_start();  // which waits for the end of this one before it reads or writes
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t ring = hold(shared_address(shared + warp * Layout::kRing));
   constexpr uint32_t kRingBytes = Layout::kRing * 4, kStageBytes = Layout::kStage * 4;

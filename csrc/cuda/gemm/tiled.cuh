@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(TiledShape<kTileWords>::kThreads, 1)
   using Shape = TiledShape<kTileWords>;
   constexpr int kStages = Shape::kStages;
   extern __shared__ __align__(1024) char stages[];
-  let_next_kernel_start();  // which waits for the end of this one before it reads or writes
   float* const out = reinterpret_cast<float*>(stages);
   int* const flags = reinterpret_cast<int*>(stages + Shape::kBytes - 16);
 

@@ -242,7 +242,6 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
 #ifdef TRELLIS_SM90A
   using Shape = WideShape<kTileWords, kRows>;
   extern __shared__ __align__(1024) char x_stages[];  // as swizzled atoms want it
-  let_next_kernel_start();  // which waits for the end of this one before it reads or writes
   char* const packed_stages = x_stages + Shape::kStages * Shape::kX;
   float* const out = reinterpret_cast<float*>(packed_stages + Shape::kStages * Shape::kPacked);
   uint64_t* const full = reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(out) + Shape::kOut);
