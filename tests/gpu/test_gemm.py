@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from layers import BOUNDS, CASES, DTYPES, make_layer
+from waiting import assert_nothing_is_missed
 
 import trellis_ops
 
@@ -360,16 +361,7 @@ def test_whatever_is_in_front_is_waited_for(m):
             found += [y, op(x), op(x.zero_())]
         return found
 
-    want = results(torch.cuda.synchronize)
-    for got in (results(lambda: None) for _ in range(20)):
-        assert all(map(torch.equal, got, want))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(lambda: None)
-    for _ in range(20):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(map(torch.equal, captured, want))
+    assert_nothing_is_missed(results)
 
 
 def test_empty_and_mixed_devices():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from experts import ACTIVATIONS, arguments, make_experts, options, routing
 from layers import BOUNDS, DTYPES, RATES, worst_row
+from waiting import assert_nothing_is_missed
 
 import trellis_ops
 from trellis_ops import Exl3MoE, Workspace
@@ -601,16 +602,7 @@ def test_whatever_is_in_front_is_waited_for(tokens):
         return found
 
     with torch.no_grad():
-        want = results(torch.cuda.synchronize)
-        for got in (results(lambda: None) for _ in range(20)):
-            assert all(map(torch.equal, got, want))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = results(lambda: None)
-    for _ in range(20):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(map(torch.equal, captured, want))
+        assert_nothing_is_missed(results)
 
 
 def test_compiles_whole_and_without_a_compilation_for_each_size():

@@ -143,11 +143,9 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
     for (int i = 0; i < kExpertGroup; ++i) {
       uint2 x[kLoads];
 #pragma unroll
-      for (int r = 0; r < kLoads; ++r) {
-        x[r] = load_shared_pair(stage + kPackedBytes + i * kX + r * 256 + lane * 8);
-        x[r].x = times(x[r].x, units[r % kRowGroups].shrink);
-        x[r].y = times(x[r].y, units[r % kRowGroups].shrink);
-      }
+      for (int r = 0; r < kLoads; ++r)
+        x[r] = units[r % kRowGroups].shrunk(
+            load_shared_pair(stage + kPackedBytes + i * kX + r * 256 + lane * 8));
       uint32_t own[4] = {};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

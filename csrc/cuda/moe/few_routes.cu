@@ -48,13 +48,7 @@ __global__ void __launch_bounds__(kFewWarps * 32)
     float g[4] = {gate.x, gate.y, gate.z, gate.w};
     finish_inner(m, matrix, feature, g, v);
   } else {
-    const int columns = static_cast<int>(m.columns);
-    const int64_t token = route / static_cast<int>(m.top_k);
-    with_dtype(m.x_dtype, m.x, [&](const auto* x) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        v[i] = feature + i < columns ? to_float(x[token * columns + feature + i]) : 0.0f;
-    });
+    load_x(m, route / static_cast<int>(m.top_k), feature, v);
     load_scales(vector_of((rotations == 2 && rotation == 0 ? m.gate : m.up).suh, matrix), block,
                 suh);
   }

@@ -263,11 +263,8 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
     for (int k_tile = 0; k_tile < kExpertGroup; ++k_tile) {
       uint2 x[kTerms];
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
-        x[term] = load_shared_pair(x_at + term * f.x_terms);
-        x[term].x = times(x[term].x, units.shrink);
-        x[term].y = times(x[term].y, units.shrink);
-      }
+      for (int term = 0; term < kTerms; ++term)
+        x[term] = units.shrunk(load_shared_pair(x_at + term * f.x_terms));
       x_at += x_row_bytes;
       uint32_t own[4] = {};
 #pragma unroll

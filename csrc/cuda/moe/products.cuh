@@ -40,6 +40,11 @@ struct RowUnits {
   float x = 0.0f;              // of the row of its fragments
   __half2 shrink;              // what fragments are multiplied by
 
+  // This lane's pair of fragments, in those units.
+  __device__ __forceinline__ uint2 shrunk(uint2 pair) const {
+    return uint2{times(pair.x, shrink), times(pair.y, shrink)};
+  }
+
   // Scales of rows lane % 4 * 2 and the one after; and of lane / 8 * 2 and the one after.
   template <int kTiles>
   __device__ __forceinline__ void begin_block(bool first, int lane, float2 of_sums, float2 of_x,

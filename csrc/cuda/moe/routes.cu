@@ -113,13 +113,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
   // A launch of which nobody waits may end before the sort has, and then so may the products' wait for it.
   if (id < 0 || id >= m.experts) return wait_for_previous_kernel();
   float v[4], suh[4];
-  with_dtype(m.x_dtype, m.x, [&](const auto* x) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = block * 128 + lane * 4 + i;
-      v[i] = column < m.columns ? to_float(x[route / m.top_k * m.columns + column]) : 0.0f;
-    }
-  });
+  load_x(m, route / m.top_k, block * 128 + lane * 4, v);
   const Projection& p = rotations == 2 && rotation == 0 ? m.gate : m.up;
   load_scales(vector_of(p.suh, id * m.slices + slice), block, suh);
   wait_for_previous_kernel();

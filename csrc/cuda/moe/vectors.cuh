@@ -176,6 +176,15 @@ __device__ __forceinline__ void write_fragments(float (&v)[4], const float (&sca
   if (lane == 0) scales[block * row_groups * 8 + row] = scale_of_block;
 }
 
+// Four neighbours of a token's x, zero beyond its end.
+__device__ __forceinline__ void load_x(const Moe& m, int64_t token, int feature, float (&v)[4]) {
+  with_dtype(m.x_dtype, m.x, [&](const auto* x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = feature + i < m.columns ? to_float(x[token * m.columns + feature + i]) : 0.0f;
+  });
+}
+
 // Four neighbours of a token's y, whose routes are added up.
 __device__ __forceinline__ void write_y(const Moe& m, int64_t token, int feature,
                                         const float (&sums)[4]) {
