@@ -14,6 +14,7 @@ namespace trellis::cuda {
 // Row blocks: what one pass over an expert's weights serves.
 struct alignas(16) FewSorted {
   int row_blocks;
+  int mixed[2];  // whether the matrices of gate and up, or of down, differ in what a tile costs
   int expert[kFewRoutes];
   uint8_t rows[kFewRoutes], route[kFewRoutes][8];
   // The first ones' entries of the table, gate, up, down, where experts have one slice only.
@@ -28,6 +29,10 @@ struct FewShared {
   // Of routes, while they are sorted: their expert, and whether they begin a row block, a bit each.
   alignas(16) int expert_of[kFewRoutes];
   uint32_t leaders[kFewRoutes / 32];
+  uint32_t costs[kFewRoutes / 32];  // of the row blocks of a warp's routes, a bit each
+  // Of a block whose share is cut by costs: those of a warp's row blocks, and its first tile and the one behind the last.
+  int cost_of_warp[kExpertWarps];
+  int share[2];
 };
 static_assert(sizeof(FewShared) <= kFewFixedBytes);
 static_assert(kFewRoutes == kExpertWarps * 32 && kFewRoutes <= 256,
@@ -67,6 +72,17 @@ __device__ __forceinline__ FewMatrix few_matrix(const Moe& m, int number) {
   return {row_block, sliced - row_block * slices, pass, kDown ? 2 : passes == 1 ? 1 : pass};
 }
 
+// As in the table.
+template <bool kDown>
+__device__ __forceinline__ longlong2 few_entry(const Moe& m, const FewSorted& sorted, int number) {
+  const FewMatrix matrix = few_matrix<kDown>(m, number);
+  if (m.slices == 1 && matrix.row_block < kFewKept)
+    return sorted.kept[matrix.row_block][matrix.which];
+  return __ldg(reinterpret_cast<const longlong2*>(m.table) +
+               (matrix.which * m.experts + sorted.expert[matrix.row_block]) * m.slices +
+               matrix.slice);
+}
+
 // Neighbouring tiles of one matrix that are multiplied at a time.
 struct Chunk {
   int matrix, first, count;
@@ -81,19 +97,64 @@ __device__ __forceinline__ Chunk chunk_at(const Moe& m, const FewSorted& sorted,
   if (at >= stop) return c;
   c.matrix = at / of_matrix;
   c.first = at - c.matrix * of_matrix;
-  const FewMatrix matrix = few_matrix<kDown>(m, c.matrix);
-  longlong2 entry;
-  if (m.slices == 1 && matrix.row_block < kFewKept)
-    entry = sorted.kept[matrix.row_block][matrix.which];
-  else
-    entry = __ldg(reinterpret_cast<const longlong2*>(m.table) +
-                  (matrix.which * m.experts + sorted.expert[matrix.row_block]) * m.slices +
-                  matrix.slice);
+  const longlong2 entry = few_entry<kDown>(m, sorted, c.matrix);
   c.packed = reinterpret_cast<const char*>(m.packed + entry.x);
   c.tile_words = static_cast<int>(entry.y);
   const int left = min(stop - at, of_matrix - c.first), most = few_tiles_of(c.tile_words);
-  c.count = left >= most ? most : left >= 4 ? 4 : left;
+  // Two chunks of about four rather than one of six and a rest.
+  const bool takes_most = left == most || left >= (most == kFewTiles ? most : most + 3);
+  c.count = takes_most ? most : left >= 4 ? 4 : left;
   return c;
+}
+
+// What a tile of a rate takes, in tenths of one of 4 bits, by measurement: a digit for every 8 words from 16 on (1, 1.5,
+// 2, 2.5, 3, 3.5, 4 bits, then every other digit).
+__device__ __forceinline__ int few_cost_of(int64_t tile_words) {
+  constexpr uint64_t kCosts = 0xC0E0D0C0ABBBBBB;
+  return static_cast<int>(kCosts >> (static_cast<int>(tile_words) / 8 - 2) * 4 & 15);
+}
+
+// Shares of equal costs, where rates differ: leaves this block's in shared memory. For all threads of a block, of which
+// each has a row block. Not inlined: with a single rate, or few tiles, nobody fetches these instructions.
+template <bool kDown>
+__device__ __noinline__ void cut_by_cost(const Moe& m, FewShared& s) {
+  const FewTiles<kDown> tiles(m);
+  const FewSorted& sorted = s.sorted;
+  const int row_block = threadIdx.x, lane = row_block % 32;
+  const int matrices = static_cast<int>(m.slices) * tiles.passes;
+  const bool there = row_block < sorted.row_blocks;
+  const auto cost_of = [&](int matrix) {
+    return tiles.of_matrix *
+           few_cost_of(few_entry<kDown>(m, sorted, row_block * matrices + matrix).y);
+  };
+  int cost = 0;
+  for (int matrix = 0; there && matrix < matrices; ++matrix) cost += cost_of(matrix);
+  int end = cost;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFFu, end, step);
+    if (lane >= step) end += other;
+  }
+  if (lane == 31) s.cost_of_warp[row_block / 32] = end;
+  if (row_block < 2) s.share[row_block] = sorted.row_blocks * matrices * tiles.of_matrix;
+  __syncthreads();
+  int all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kExpertWarps; ++warp) {
+    if (warp < row_block / 32) end += s.cost_of_warp[warp];
+    all += s.cost_of_warp[warp];
+  }
+  const int blocks = static_cast<int>(gridDim.x), of_block = (all + blocks - 1) / blocks;
+#pragma unroll 1
+  for (int i = 0; there && i < 2; ++i) {
+    int within = (static_cast<int>(blockIdx.x) + i) * of_block - (end - cost);
+    if (within < 0 || within >= cost) continue;
+    int matrix = 0;
+    for (; within >= cost_of(matrix); ++matrix) within -= cost_of(matrix);
+    s.share[i] = (row_block * matrices + matrix) * tiles.of_matrix +
+                 within / (cost_of(matrix) / tiles.of_matrix);
+  }
+  __syncthreads();
 }
 
 // The lowest `count` bits; none or all where that is not within a word.
@@ -138,13 +199,20 @@ __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, Few
   }
   const bool leads = expert >= 0 && before % most_rows == 0;
   const uint32_t leaders = __ballot_sync(0xFFFFFFFFu, leads);
-  if (lane == 0) s.leaders[route / 32] = leaders;
+  uint32_t costs = 0;  // of gate and up, and of down
+  if (leads && m.slices == 1) {
+    costs = 1u << few_cost_of(kept[1].y) | 0x10000u << few_cost_of(kept[2].y);
+    if (m.gate.suh.data != nullptr) costs |= 1u << few_cost_of(kept[0].y);
+  }
+  costs = __reduce_or_sync(0xFFFFFFFFu, costs);
+  if (lane == 0) s.leaders[route / 32] = leaders, s.costs[route / 32] = costs;
   __syncthreads();
   int row_block = 0, row_blocks = 0;
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {
     row_block += __popc(s.leaders[word] & bits_below(route - word * 32));
     row_blocks += __popc(s.leaders[word]);
+    costs |= s.costs[word];
   }
   FewSorted& sorted = s.sorted;
   if (leads) {
@@ -163,7 +231,11 @@ __device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, Few
             static_cast<uint8_t>(word * 32 + __ffs(static_cast<int>(left)) - 1);
     }
   }
-  if (route == 0) sorted.row_blocks = row_blocks;
+  if (route == 0) {
+    sorted.row_blocks = row_blocks;
+    sorted.mixed[0] = m.slices > 1 || __popc(costs & 0xFFFF) > 1;
+    sorted.mixed[1] = m.slices > 1 || __popc(costs >> 16) > 1;
+  }
   __syncthreads();
 }
 
@@ -320,8 +392,9 @@ __device__ __forceinline__ uint32_t multiply_few_any(int codebook, int count,
         return multiply_few < kTileWords, kCodebook, kPacked || kCodebook == kMul1, kTerms,
                decltype(tiles)::value > (copies, f, after, ring, stage, policy, parts);
       };
-      if constexpr (few_tiles_of(kTileWords) == 8)
-        if (count == 8) return multiply(std::integral_constant<int, 8>{});
+      constexpr int kMost = few_tiles_of(kTileWords);
+      if constexpr (kMost > 4)
+        if (count == kMost) return multiply(std::integral_constant<int, kMost>{});
       if (count == 4) return multiply(std::integral_constant<int, 4>{});
       if (count == 3) return multiply(std::integral_constant<int, 3>{});
       return multiply(std::integral_constant<int, 2>{});
@@ -333,7 +406,8 @@ __device__ __forceinline__ uint32_t multiply_few_any(int codebook, int count,
 // layers' errors add up; BF16 ones are rounded more than that. `most_rows`: of a row block.
 template <bool kDown, bool kExact>
 __global__ void __launch_bounds__(kExpertWarps * 32, 2)
-    few_routes_kernel(const Moe m, const FewScratch scratch, const int most_rows) {
+    few_routes_kernel(const __grid_constant__ Moe m, const FewScratch scratch,
+                      const int most_rows) {
   constexpr int kTerms = kExact ? 2 : 1;
   extern __shared__ __align__(128) uint32_t shared[];
   FewShared& s = *reinterpret_cast<FewShared*>(shared);
@@ -361,8 +435,11 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
 
   const int total = sorted.row_blocks * static_cast<int>(m.slices) * tiles.passes * tiles.of_matrix;
   const int share = (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-  const int begin = min(static_cast<int>(blockIdx.x) * share, total),
-            stop = min(begin + share, total);
+  int begin = min(static_cast<int>(blockIdx.x) * share, total), stop = min(begin + share, total);
+  if (sorted.mixed[kDown] && share >= kFewToCut) {
+    cut_by_cost<kDown>(m, s);
+    begin = s.share[0], stop = s.share[1];
+  }
 
   // A chunk is gone through segment by segment.
   const int segments = segments_of(tiles.blocks);

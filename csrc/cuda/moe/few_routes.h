@@ -7,9 +7,13 @@ namespace trellis::cuda {
 
 constexpr int kFewRoutes = 256;  // at most
 constexpr int kFewTiles = 8;     // that a warp multiplies at a time
+// Of a rate: as many as a kilobyte holds.
 __host__ __device__ constexpr int few_tiles_of(int tile_words) {
-  return tile_words <= 64 ? kFewTiles : kFewTiles / 2;
+  return tile_words <= 64 ? kFewTiles : 512 / tile_words;
 }
+// Tiles of a block from which on it pays to cut shares by what tiles cost: that ends in the midst of matrices, which few
+// tiles feel more.
+constexpr int kFewToCut = 28;
 constexpr int kFewHeld = kFewTiles * 16 * 8 / 256;  // sums of eight rows for a thread
 constexpr int kFewStages = 3;  // of a warp's ring of packed words, each of them two k tiles
 constexpr int kFewStageBytes = 2 * kFewTiles * 128;
