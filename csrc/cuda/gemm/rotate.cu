@@ -190,21 +190,30 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
   }
 }
 
-// Swizzled rows that begin at multiples of 16 elements: a block each.
+// Rows from which on a lane has 32 elements: fewer instructions, and longer latencies, than with 16.
+constexpr int64_t kManyRows = 512;
+
+// Swizzled rows that begin at multiples of 16 bytes: a block each.
+template <typename Element, typename Lanes>
 __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g, const Rotated to) {
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const int columns = row < g.m ? static_cast<int>(g.in_columns) : 0;  // zeros beyond the last row
-  const auto load = [&](int column, float (&v)[16]) {
-    if (column >= columns) return;
-    with_dtype(g.x_dtype, g.x,
-               [&](const auto* x) { load_sixteen(x + row * g.in_columns + column, true, v); });
+  const Element* const x = static_cast<const Element*>(g.x) + row * g.in_columns;
+  const auto load = [=](int column, auto& v) {
+#pragma unroll
+    for (int unit = 0; unit < Lanes::kUnits; ++unit) {
+      const int first = column + Lanes::feature() + unit * Lanes::kApart;
+      load_neighbours(x + first, true, first < columns, v[unit]);
+    }
   };
-  const auto write = [&](int column, float (&v)[16]) {
-    write_atoms(v, atom_of(to, row, column / 64), row, column, 1);
+  char* const atoms = atom_of(to, row, 0);
+  const int64_t step = to.row_groups * int64_t{1024};
+  const auto write = [=](int column, auto& v) {
+    write_atoms<Lanes>(v, atoms + column / 64 * step, step, row, 1);
   };
-  const int exponent =
-      rotate_row(static_cast<const __half*>(g.suh), static_cast<int>(g.in_tiles / 8), load, write);
+  const int exponent = rotate_row<Lanes>(static_cast<const __half*>(g.suh),
+                                         static_cast<int>(g.in_tiles / 8), false, load, write);
   if (threadIdx.x == 0) to.row_scales[row] = power_of_two(exponent);
   for (int64_t i = row * blockDim.x + threadIdx.x; i < to.counters;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x)
@@ -212,16 +221,31 @@ __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g,
 }
 
 // Whether rotate_many_rows can take these addresses.
-bool in_sixteens(const Gemm& g) {
+bool in_pieces(const Gemm& g) {
   return g.suh != nullptr && g.in_tiles % 8 == 0 && reinterpret_cast<uintptr_t>(g.x) % 16 == 0 &&
-         g.in_columns % 16 == 0;
+         g.in_columns % 8 == 0;
 }
 
 cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
-  const cudaError_t error = prefer_shared(rotate_many_rows);
-  if (error != cudaSuccess) return error;
-  rotate_many_rows<<<static_cast<unsigned>(rows), row_threads(g.in_tiles / 8), 0, stream>>>(g, to);
-  return cudaGetLastError();
+  const auto launch = [&](auto lanes, auto element) {
+    using Lanes = decltype(lanes);
+    const auto kernel = rotate_many_rows<decltype(element), Lanes>;
+    const cudaError_t error = prefer_shared(kernel);
+    if (error != cudaSuccess) return error;
+    kernel<<<static_cast<unsigned>(rows), row_threads<Lanes>(g.in_tiles / 8), 0, stream>>>(g, to);
+    return cudaGetLastError();
+  };
+  const auto launch_dtype = [&](auto lanes) {
+    switch (g.x_dtype) {
+      case DType::Half:
+        return launch(lanes, __half{});
+      case DType::BFloat16:
+        return launch(lanes, __nv_bfloat16{});
+      default:
+        return launch(lanes, 0.0f);
+    }
+  };
+  return rows < kManyRows ? launch_dtype(Lanes<8, 2>{}) : launch_dtype(Lanes<8, 4>{});
 }
 
 template <Layout kLayout>
@@ -257,8 +281,8 @@ cudaError_t launch_rotate(const Gemm& g, const Rotated& to, Operand operand, int
                           cudaStream_t stream) {
   if (is_integer(operand)) return launch_layout<Layout::Integers>(g, to, rows, stream);
   if (operand == Operand::kSwizzled) {
-    return in_sixteens(g) ? launch_many_rows(g, to, rows, stream)
-                          : launch_layout<Layout::Swizzled>(g, to, rows, stream);
+    return in_pieces(g) ? launch_many_rows(g, to, rows, stream)
+                        : launch_layout<Layout::Swizzled>(g, to, rows, stream);
   }
   return launch_layout<Layout::Fragments>(g, to, rows, stream);
 }

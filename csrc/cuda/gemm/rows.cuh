@@ -52,34 +52,58 @@ __device__ __forceinline__ void store_as(void* p, DType dtype, int64_t i, float 
   with_dtype(dtype, p, [&](auto* elements) { from_float(value, elements[i]); });
 }
 
-// Sixteen neighbours, by wide loads if the first is at a multiple of 16 bytes.
-template <typename Element>
-__device__ __forceinline__ void load_sixteen(const Element* p, bool wide, float (&v)[16]) {
+// Two neighbours that share a word.
+__device__ __forceinline__ float2 pair_of(uint32_t word, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+__device__ __forceinline__ float2 pair_of(uint32_t word, __nv_bfloat16) {
+  return float2{__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+}
+
+// Neighbours, zeros if they are not there: by wide loads, if the first lies at a multiple of the bytes that they all
+// take, or of 16.
+template <typename Element, int kCount>
+__device__ __forceinline__ void load_neighbours(const Element* p, bool wide, bool there,
+                                                float (&v)[kCount]) {
+  constexpr int kWords = kCount * sizeof(Element) / 4;
+  using Piece = std::conditional_t<kWords % 4 == 0, uint4, uint2>;
   if (wide) {
-    constexpr int kOf16Bytes = 16 / sizeof(Element);
+    Piece pieces[kWords * 4 / sizeof(Piece)] = {};
+    if (there) {
 #pragma unroll
-    for (int i = 0; i < 16 / kOf16Bytes; ++i) {
-      const uint4 raw = reinterpret_cast<const uint4*>(p)[i];
-      const Element* const elements = reinterpret_cast<const Element*>(&raw);
+      for (int i = 0; i < kWords * 4 / sizeof(Piece); ++i)
+        pieces[i] = reinterpret_cast<const Piece*>(p)[i];
+    }
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(pieces);
 #pragma unroll
-      for (int j = 0; j < kOf16Bytes; ++j) v[i * kOf16Bytes + j] = to_float(elements[j]);
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(Element) == 4) {
+        v[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = pair_of(words[i], Element{});
+        v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+      }
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) v[i] = to_float(p[i]);
+  for (int i = 0; i < kCount; ++i) v[i] = there ? to_float(p[i]) : 0.0f;
 }
 
-// Eight neighbours, the first at a multiple of 16 bytes.
-__device__ __forceinline__ void store_eight(void* p, DType dtype, int64_t i, const float (&v)[8]) {
+// Four or eight neighbours, the first at a multiple of the bytes that they all take, or of 16.
+template <int kCount>
+__device__ __forceinline__ void store_neighbours(void* p, DType dtype, int64_t i,
+                                                 const float (&v)[kCount]) {
   if (dtype == DType::Float) {
     float4* const to = reinterpret_cast<float4*>(static_cast<float*>(p) + i);
-    to[0] = float4{v[0], v[1], v[2], v[3]}, to[1] = float4{v[4], v[5], v[6], v[7]};
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j)
+      to[j] = float4{v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]};
     return;
   }
-  uint32_t pairs[4];
+  uint32_t pairs[kCount / 2];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < kCount / 2; ++j) {
     // Both, and one is taken: shorter than a branch.
     const float2 two{v[2 * j], v[2 * j + 1]};
     const __half2 half = __float22half2_rn(two);
@@ -87,8 +111,11 @@ __device__ __forceinline__ void store_eight(void* p, DType dtype, int64_t i, con
     pairs[j] = dtype == DType::Half ? reinterpret_cast<const uint32_t&>(half)
                                     : reinterpret_cast<const uint32_t&>(bfloat);
   }
-  *reinterpret_cast<uint4*>(static_cast<__half*>(p) + i) =
-      uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+  __half* const to = static_cast<__half*>(p) + i;
+  if constexpr (kCount == 8)
+    *reinterpret_cast<uint4*>(to) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+  else
+    *reinterpret_cast<uint2*>(to) = uint2{pairs[0], pairs[1]};
 }
 
 // Four neighbours by one load.
@@ -177,6 +204,11 @@ __device__ __forceinline__ void finish_row(const Gemm& g, float (&z)[4], int64_t
   });
 }
 
+__device__ __forceinline__ void butterfly(float& a, float& b) {
+  const float sum = a + b, difference = a - b;
+  a = sum, b = difference;
+}
+
 // A thread's kCount values, a power of two of them: the same transform.
 template <int kCount>
 __device__ __forceinline__ void thread_hadamard(float (&v)[kCount]) {
@@ -184,21 +216,8 @@ __device__ __forceinline__ void thread_hadamard(float (&v)[kCount]) {
   for (int stride = 1; stride < kCount; stride *= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (i & stride) continue;
-      const float a = v[i], b = v[i + stride];
-      v[i] = a + b, v[i + stride] = a - b;
+      if ((i & stride) == 0) butterfly(v[i], v[i + stride]);
     }
-  }
-}
-
-// A warp's 512 values, 16 neighbours a lane: the same transform of each 128.
-__device__ __forceinline__ void lanes_hadamard(float (&v)[16], int lane) {
-  thread_hadamard(v);
-#pragma unroll
-  for (int stride = 1; stride < 8; stride *= 2) {
-    const float sign = lane & stride ? -1.0f : 1.0f;
-#pragma unroll
-    for (float& value : v) value = fmaf(sign, value, __shfl_xor_sync(0xFFFFFFFFu, value, stride));
   }
 }
 

@@ -63,17 +63,6 @@ __device__ __forceinline__ void locate(const TileSchedule& schedule, int tile, i
   row_tile = band * schedule.band + within - column * rows;
 }
 
-// A place in a ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  template <int kStages>
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // Calls f with a thread's sums of rows that leave together. Registers have no run-time index.
 template <int kOutRows, int kSums, typename F>
 __device__ __forceinline__ void with_chunk(const float (&sums)[kSums], int chunk, F f) {
@@ -81,11 +70,6 @@ __device__ __forceinline__ void with_chunk(const float (&sums)[kSums], int chunk
 #pragma unroll
   for (int c = 0; c < kSums / kOfChunk; ++c)
     if (c == chunk) f(*reinterpret_cast<const float (*)[kOfChunk]>(sums + c * kOfChunk));
-}
-
-__device__ __forceinline__ void butterfly(float& a, float& b) {
-  const float sum = a + b, difference = a - b;
-  a = sum, b = difference;
 }
 
 // What a column block of a tile needs in the end, loaded while its last products are under way: of this
@@ -197,7 +181,7 @@ __device__ __forceinline__ void finish_rows(const Gemm& g, float* out, int64_t c
 #pragma unroll
       for (int j = 0; j < 8; ++j) here[i * kApart + j] = z[i][j];
     } else if (feature < g.out_columns) {
-      store_eight(g.y, g.y_dtype, row * g.out_columns + feature, z[i]);
+      store_neighbours(g.y, g.y_dtype, row * g.out_columns + feature, z[i]);
     }
   }
   if (in_eights) return;

@@ -62,6 +62,7 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
   const int warp = threadIdx.x / 32 - Shape::kMathWarps;
   static_assert(kStepTiles == 4, "a warp for each k tile of a step");
   const int64_t row_bytes = g.out_tiles * Shape::kTileBytes;
+  const int own_steps = static_cast<int>((g.in_tiles - warp + kStepTiles - 1) / kStepTiles);
   Ring ring;
   TileWalk walk(schedule, worker, slice);
   bool waited = false;
@@ -84,9 +85,7 @@ __device__ void wide_bring(const Gemm& g, const TileScratch& scratch, const Tile
                     static_cast<int64_t>(row_tile) * Shape::kX;
     for (int step = walk.first; step < walk.last; ++step) {
       uint64_t* const here = full + ring.stage;
-      const int k_tiles = static_cast<int>(min(
-          static_cast<int64_t>(kStepTiles), g.in_tiles - static_cast<int64_t>(step) * kStepTiles));
-      const uint32_t mine = warp < k_tiles ? bytes : 0;
+      const uint32_t mine = step < own_steps ? bytes : 0;
       const bool brings_x = warp == kStepTiles - 1;
       barrier_wait(empty + ring.stage, ring.parity ^ 1);
       // Whoever has nothing to bring arrives as well: else it might miss a turn of the ring, and wait for ever.

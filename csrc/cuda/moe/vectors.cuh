@@ -21,9 +21,12 @@ __device__ __forceinline__ int expert_of(const Moe& m, int64_t route) {
   return static_cast<int>(id);
 }
 
-// Divided as 32 bits, which the numbers of matrices fit: 64 are a hundred instructions more, from cold memory.
+// Divided as 32 bits, which the numbers of matrices fit, and only where experts share vectors: 64 are a hundred
+// instructions more, from cold memory.
 __device__ __forceinline__ const __half* vector_of(const Stack& stack, int64_t matrix) {
-  const uint32_t row = static_cast<uint32_t>(matrix) % static_cast<uint32_t>(stack.rows);
+  const uint32_t rows = static_cast<uint32_t>(stack.rows);
+  uint32_t row = static_cast<uint32_t>(matrix);
+  if (row >= rows) row %= rows;
   return static_cast<const __half*>(stack.data) + row * stack.columns;
 }
 
@@ -57,10 +60,16 @@ __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int fea
 
 // As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one. u becomes the result. The activation
 // is chosen outside the loops, so that a launch fetches the instructions of its own only.
-__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], float (&u)[4]) {
+template <int kCount>
+__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[kCount],
+                                         float (&u)[kCount]) {
   const auto each = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) f(gate[i], u[i]);
+    for (int i = 0; i < kCount; ++i) f(gate[i], u[i]);
+  };
+  // Right to six digits, in a fifth of the instructions; a denominator that overflows makes it zero.
+  const auto sigmoid_times = [](float g, float factor) {
+    return __fdividef(g, 1.0f + __expf(-factor * g));
   };
   if (m.activation == kRelu2) {
     return each([](float, float& u) {
@@ -84,7 +93,7 @@ __device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], f
       return each([&](float g, float& u) {
         g = g > before ? before : g;
         u = u > limit ? limit : u < -limit ? -limit : u;
-        u = (u + 1.0f) * (g / (1.0f + expf(-1.702f * g)));
+        u = (u + 1.0f) * sigmoid_times(g, 1.702f);
       });
     case kGelu:
       return gated([](float g) { return 0.5f * g * erfcf(g * -0.70710678f); });
@@ -93,7 +102,7 @@ __device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], f
         return 0.5f * g * (1.0f + tanhf(0.79788456f * (g + 0.044715f * g * g * g)));
       });
     default:
-      return gated([](float g) { return g / (1.0f + expf(-g)); });
+      return gated([&](float g) { return sigmoid_times(g, 1.0f); });
   }
 }
 
@@ -188,12 +197,17 @@ __device__ __forceinline__ void load_x(const Moe& m, int64_t token, int feature,
 // Four neighbours of a token's y, whose routes are added up.
 __device__ __forceinline__ void write_y(const Moe& m, int64_t token, int feature,
                                         const float (&sums)[4]) {
-  with_dtype(m.y_dtype, m.y, [&](auto* y) {
+  const int64_t first = token * m.columns + feature;
+  const int size = m.y_dtype == DType::Float ? 4 : 2;
+  float y[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (feature + i < m.columns)
-        from_float(sums[i] * m.routed_scale, y[token * m.columns + feature + i]);
-  });
+  for (int i = 0; i < 4; ++i) y[i] = sums[i] * m.routed_scale;
+  if (feature + 4 <= m.columns &&
+      (reinterpret_cast<uintptr_t>(m.y) + first * size) % (4 * size) == 0)
+    return store_neighbours(m.y, m.y_dtype, first, y);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (feature + i < m.columns) store_as(m.y, m.y_dtype, first + i, y[i]);
 }
 
 // Four neighbours of a token's y: weights, biases and sums in the order of slots and slices.
