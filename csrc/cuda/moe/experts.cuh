@@ -32,10 +32,11 @@ struct ExpertShape {
   static constexpr uint32_t kRing = stage_bytes(64) * 3 > stage_bytes(128) * 2
                                         ? stage_bytes(64) * 3
                                         : stage_bytes(128) * 2;
-  // Bytes of shared memory: the rings, the warps' sums of eight rows and half of the features, descriptors,
-  // a flag.
-  static constexpr int kShared =
-      kExpertWarps * (kRing + kUnitQuads / 2 * 16) + kKeptMatrices * 16 + 16;
+  // Of a warp's sums that meet at a time. Blocks of eight rows have half of the features of them, so that GPUs with
+  // little shared memory can run these at least.
+  static constexpr int kQuads = kRowGroups == 1 ? kUnitQuads / 2 : kUnitQuads;
+  // Bytes of shared memory: the rings, the sums that meet, descriptors, a flag.
+  static constexpr int kShared = kExpertWarps * (kRing + kQuads * 16) + kKeptMatrices * 16 + 16;
   // That a multiprocessor of sm_90 has room for.
   static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
 };
@@ -101,7 +102,6 @@ struct Summed {
 // inlined, since a kernel has one for each rate and codebook.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
 __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, const Stretch after,
-                                                            const PowersOfTwo& powers,
                                                             uint32_t ring, uint32_t stage,
                                                             uint64_t policy, float4* parts) {
   using Shape = ExpertShape<kRowGroups, kTerms>;
@@ -117,6 +117,7 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   for (int& index : window.index) index = static_cast<int>(hold(index * 4u));  // bytes from here on
   const uint32_t lane_bytes = hold(lane * 16u);
   const Hash hash = hash_for<kCodebook>();
+  const PowersOfTwo powers = held_powers_of_two();
 
   const char* source = s.tiles + static_cast<int64_t>(kStages) * kExpertGroup * s.row_bytes;
   const char* x_source = s.x + kStages * kExpertGroup * kX;
@@ -173,23 +174,22 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   result.stage = goes_on ? stage : ring;
   if (!goes_on) fill_ring<Shape>(after, ring, policy);
 
-  // Half of the features at a time, for the sake of GPUs with little shared memory.
-  constexpr int kQuads = kUnitQuads / 2;
+  constexpr int kQuads = Shape::kQuads, kParts = kUnitQuads / kQuads;
   const int warp = threadIdx.x / 32, quad = threadIdx.x % kQuads;
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < kParts; ++part) {
       __syncthreads();  // whoever still read what was there before has done so
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float (&sum)[4] = sums[r][half * 4 + j];
+      for (int j = 0; j < 8 / kParts; ++j) {
+        const float (&sum)[4] = sums[r][part * (8 / kParts) + j];
         parts[warp * kQuads + j * 32 + lane] =
             float4{sum[0] * units[r].sums.x, sum[1] * units[r].sums.y, sum[2] * units[r].sums.x,
                    sum[3] * units[r].sums.y};
       }
       __syncthreads();
-      if (static_cast<int>(threadIdx.x) / kQuads != half) continue;
+      if (static_cast<int>(threadIdx.x) / kQuads != part) continue;
       float4 sum = parts[quad];
 #pragma unroll
       for (int d = 1; d < kExpertWarps; ++d) sum = add(sum, parts[d * kQuads + quad]);
@@ -201,15 +201,14 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
 
 template <bool kPacked, int kTerms, int kRowGroups>
 __device__ __forceinline__ Summed<kRowGroups> multiply_any(const Stretch& s, const Stretch& after,
-                                                           const PowersOfTwo& powers, uint32_t ring,
-                                                           uint32_t stage, uint64_t policy,
-                                                           float4* parts) {
+                                                           uint32_t ring, uint32_t stage,
+                                                           uint64_t policy, float4* parts) {
   return with_rate(s.tile_words, [&](auto tile_words) {
     return with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
       constexpr int kCodebook = decltype(codebook)::value;
       return multiply_stretch < decltype(tile_words)::value, kCodebook,
              kPacked || kCodebook == kMul1, kTerms,
-             kRowGroups > (s, after, powers, ring, stage, policy, parts);
+             kRowGroups > (s, after, ring, stage, policy, parts);
     });
   });
 }
@@ -233,14 +232,14 @@ struct Units {
 template <bool kDown, bool kExact, int kRowGroups>
 __global__ void __launch_bounds__(kExpertWarps * 32,
                                   ExpertShape<kRowGroups, kExact ? 2 : 1>::kBlocks)
-    expert_kernel(const Moe m, const MoeScratch s, const PowersOfTwo powers) {
+    expert_kernel(const Moe m, const MoeScratch s) {
   constexpr int kRows = kRowGroups * 8;
   constexpr int kTerms = kExact ? 2 : 1;
   using Shape = ExpertShape<kRowGroups, kTerms>;
   constexpr int kSums = kRowGroups * kUnitQuads;
   extern __shared__ __align__(128) uint32_t shared[];
   float4* const parts = reinterpret_cast<float4*>(shared + kExpertWarps * Shape::kRing / 4);
-  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * kUnitQuads / 2);
+  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * Shape::kQuads);
   int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
@@ -332,7 +331,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
   for (int at = begin; at < stop; ++at) {
     const Stretch after = stretch_of(at + 1);
     const Summed<kRowGroups> summed =
-        multiply_any<kExact, kTerms, kRowGroups>(now, after, powers, ring, stage, policy, parts);
+        multiply_any<kExact, kTerms, kRowGroups>(now, after, ring, stage, policy, parts);
     now = after;
     stage = summed.stage;
 

@@ -14,8 +14,7 @@ cudaError_t launch_expert_kernel(const Moe& m, const MoeScratch& scratch, int gr
   // Half as many where a multiprocessor has room for one only.
   const int blocks = grid * Shape::kBlocks / 2;
   return launch_overlapping(expert_kernel<kDown, kExact, kRowGroups>, blocks, kExpertWarps * 32,
-                            shared_for_even_spread(blocks, Shape::kShared), 1, stream, m, scratch,
-                            powers_of_two());
+                            shared_for_even_spread(blocks, Shape::kShared), 1, stream, m, scratch);
 }
 
 template <int kRowGroups, bool kExact>
