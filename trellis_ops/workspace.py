@@ -56,11 +56,13 @@ def moe_plan(
     intermediate) + 2 * intermediate) bytes, and some 8 * r + 20 * s + 4 * experts for the order of
     routes; so it stops growing with the number of tokens.
 
-    On a GPU, with r = min(max_tokens * top_k, max(16384, top_k)) routes at a time, it is the most
-    of (r + 7 * e) * slices * (12 * hidden + 4 * intermediate) with e = min(experts, r), the same
-    with 15 * e and e = min(experts, r / 7), and, for more than 128 tokens, (r + 8 * e) * slices *
-    (8 * hidden + 12 * intermediate) with e = min(experts, r / 12); and for sums on their way
-    between blocks 64 bytes * multiprocessors * max(hidden, intermediate) for each of the two first.
+    On a GPU, with R = min(max_tokens * top_k, max(32768 / t, top_k)) routes at a time, where t = 1
+    for bfloat16 results and 2 for others, and r = min(R, max(128 * top_k, 12 * experts)), it is the
+    most, for either t, of (r + 7 * e) * slices * ((4 * t + 4) * hidden + 2 * t * intermediate) with
+    e = min(experts, r), the same with 15 * e and e = min(experts, r / 7), and, for more than 128
+    tokens, (R + 8 * e) * slices * (4 * t * hidden + (2 * t + 8) * intermediate) with e =
+    min(experts, R / 12); and for sums on their way between blocks 64 bytes * multiprocessors *
+    max(hidden, intermediate) for each of the two first.
 
     Raises:
         ValueError: an argument is no positive int.

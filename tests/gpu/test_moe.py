@@ -61,7 +61,7 @@ few_routes, few_rows, without_wgmma = run_as(True, True), run_as(True, False), r
 @pytest.mark.parametrize("codebook", [name for name in RATES if "sqg" not in name])
 @pytest.mark.parametrize(
     ("tokens", "function"),
-    [(6, few_routes), (6, few_rows), (130, run), (400, run), (400, without_wgmma)],
+    [(6, few_routes), (6, few_rows), (130, run), (400, run), (400, without_wgmma), (1300, run)],
 )
 def test_every_rate_of_every_projection(codebook, dtype, tokens, function):
     """Each projection of each expert has another rate; each number of rows has its own kernels."""
@@ -113,19 +113,20 @@ def test_numbers_of_tokens(tokens, count):
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
-def test_more_routes_than_go_through_together():
+@pytest.mark.parametrize("dtype, tokens", [(F32, 3000), (BF16, 4500)])
+def test_more_routes_than_go_through_together(dtype, tokens):
     experts = make_experts(16, hidden=128, intermediate=128, bits=lambda p, e: 3 + e % 3)
-    x = torch.randn(3000, 128).bfloat16()
-    ids, weights = routing(3000, 8, 16)
-    y = run(experts.layout(), x, ids, weights, out_dtype=F32)
-    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
+    x = torch.randn(tokens, 128).bfloat16()
+    ids, weights = routing(tokens, 8, 16)
+    y = run(experts.layout(), x, ids, weights, out_dtype=dtype)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[dtype]
 
 
-# Few rows, and tiles of many.
-BOTH_WAYS = pytest.mark.parametrize("tokens", [17, 300])
+# Few rows of an expert, tiles, and tall tiles.
+EACH_WAY = pytest.mark.parametrize("tokens", [17, 140, 300])
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize("slices", [1, 2, 4, 8])
 def test_slices_add_up(slices, tokens):
     experts = make_experts(3, slices=slices, intermediate=128, bits=lambda p, e: 3 + e, biases=True)
@@ -183,7 +184,7 @@ def test_experts_held_elsewhere_and_experts_named_twice():
     assert worst_row(y[1:], experts.want(x, ids, weights)[1:]) <= BOUNDS[F32]
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, biases, tokens):
@@ -200,7 +201,7 @@ def test_activations(activation, biases, tokens):
     [(a, after) for a in ("silu", "gelu", "gelu_tanh") for after in (False, True)]
     + [("swiglu_oai", False)],
 )
-@BOTH_WAYS
+@EACH_WAY
 def test_limits(activation, after, tokens):
     experts = make_experts(biases=True)
     x = torch.randn(tokens, 256) * 3
@@ -210,7 +211,7 @@ def test_limits(activation, after, tokens):
     assert worst_row(y, want) <= BOUNDS[F32]
 
 
-@BOTH_WAYS
+@EACH_WAY
 def test_large_and_small_activations(tokens):
     experts = make_experts()
     layout = experts.layout()
@@ -226,7 +227,7 @@ def test_large_and_small_activations(tokens):
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[BF16]
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_blocks_of_any_magnitude_in_one_row(tokens, dtype):
     """Sums are in units of a row's largest scale so far, whichever order scales come in."""
@@ -242,7 +243,7 @@ def test_blocks_of_any_magnitude_in_one_row(tokens, dtype):
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[dtype]
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(129, 1), (200, 300), (255, 129), (384, 128), (2200, 3300), (3300, 130)]
 )
@@ -273,7 +274,7 @@ def test_more_routes_of_a_token_than_a_warp_has_lanes():
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
-@BOTH_WAYS
+@EACH_WAY
 def test_tensors_that_begin_at_odd_elements(tokens):
     experts = make_experts(3, biases=True)
     layout = experts.layout().to("cuda")
@@ -295,7 +296,7 @@ def test_tensors_that_begin_at_odd_elements(tokens):
     assert worst_row(y.cpu(), experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize("slices", [1, 4])
 def test_vectors_that_experts_share(slices, tokens):
     experts = make_experts(3, slices=slices, intermediate=128, bits=lambda p, e: 3 + e)
@@ -334,7 +335,7 @@ def test_one_vector_of_gate_among_many_of_up():
     assert worst_row(y.cpu(), experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
-@BOTH_WAYS
+@EACH_WAY
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(value, tokens):
     layout = make_experts().layout()
@@ -348,7 +349,7 @@ def test_what_is_not_finite_stays_in_its_row(value, tokens):
     assert torch.equal(y[others], want[others])
 
 
-@BOTH_WAYS
+@EACH_WAY
 def test_ids_of_no_expert_beside_others(tokens):
     experts = make_experts(6, absent=(0, 3), biases=True)
     x = torch.randn(tokens, 256)

@@ -42,7 +42,8 @@ def main() -> int:
         rows.update(counts(file))
     if not rows:
         sys.exit(f"sass_counts: no small_k*.o or wide_k*.o in {options.folder}")
-    wide = [*options.folder.glob("wide_k*.o"), *options.folder.parent.glob("moe/wide_tiles_*.o")]
+    tiles = options.folder.parent.glob("moe/*_tiles_*.o")  # wide and tall ones
+    wide = [*options.folder.glob("wide_k*.o"), *tiles]
     if waiting := [name for file in sorted(wide) for name in waits_for_each(file)]:
         sys.exit("sass_counts: wgmma waits for each product in\n" + "\n".join(waiting))
     lines = table(rows)

@@ -7,27 +7,36 @@
 #include "experts.cuh"
 #include "few_routes.h"
 #include "routes.h"
-#include "tiles.cuh"
-#include "wide_tiles.cuh"
 
 namespace trellis::cuda {
 namespace {
 
-constexpr int64_t kChunkRoutes = 16384;
+// Routes that go through the launches together: as many as have rows of so many terms (plan.h).
+constexpr int64_t kChunkTerms = 32768;
 // Tokens up to which a row's bits must not depend on their number: tiles sum in another order.
 constexpr int64_t kInvariantTokens = 128;
-// Rows of an average expert from which on blocks of 16 rows, and tiles, are faster.
-constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12;
+// Rows of an average expert from which on blocks of 16 rows, tiles and tall tiles are faster.
+constexpr int64_t kSixteenFrom = 7, kTilesFrom = 12, kTallFrom = 112;
 
 struct Sizes {
   int64_t top_k, experts, slices, hidden, inner;
 };
 
+int64_t chunk_routes(int64_t top_k, int terms) { return std::max(kChunkTerms / terms, top_k); }
+
+// Row groups of a row block, by the tokens that go through the launches together.
+int row_groups_of(int64_t tokens, const Sizes& z, bool wgmma) {
+  const int64_t average = tokens * z.top_k / z.experts;
+  const bool tiles = average >= kTilesFrom && tokens > kInvariantTokens;
+  if (tiles) return wgmma && average >= kTallFrom ? kTallGroups : kTileGroups;
+  return average >= kSixteenFrom ? 2 : 1;
+}
+
 // `hit`: experts that may have a row.
-MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_groups, int grid,
-                        Arena& arena) {
+MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int terms, int row_groups,
+                        int grid, Arena& arena) {
   MoeScratch s = {};
-  const bool tiles = row_groups == kTileGroups;
+  const bool tiles = are_tiles(row_groups);
   const int64_t rows = row_groups * 8;
   const int64_t row_blocks = std::min(routes, routes / rows + hit);
   s.slots = tiles ? (routes / 8 + hit) * 8 : row_blocks * rows;
@@ -39,9 +48,9 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
   s.matrices = arena.take<longlong2>(row_blocks * z.slices * 3);
   s.route = arena.take<int>(s.slots);
   s.slot = arena.take<int>(routes);
-  // x and what down takes: two terms of two bytes.
-  s.x = arena.take<uint32_t>(s.slots * z.slices * 2 * z.hidden);
-  s.inner = arena.take<uint32_t>(s.slots * z.slices * z.inner);
+  // x, for gate and for up, and what down takes: terms of two bytes.
+  s.x = arena.take<uint32_t>(s.slots * z.slices * z.hidden * terms);
+  s.inner = arena.take<uint32_t>(s.slots * z.slices * z.inner / 2 * terms);
   const int64_t scales = tiles ? 1 : z.hidden / 128, inner_scales = tiles ? 1 : z.inner / 128;
   s.x_scales = arena.take<float>(s.slots * z.slices * 2 * scales);
   s.inner_scales = arena.take<float>(s.slots * z.slices * inner_scales);
@@ -59,11 +68,6 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int row_gro
   return s;
 }
 
-MoeScratch take_scratch(const Sizes& z, const MoePlan& plan, Arena& arena) {
-  const int64_t routes = plan.chunk_tokens * z.top_k;
-  return take_scratch(z, routes, std::min(z.experts, routes), plan.row_groups, plan.grid, arena);
-}
-
 FewScratch take_few_scratch(const Sizes& z, int64_t routes, Arena& arena) {
   FewScratch s;
   s.sorted = arena.take<uint4>(kFewSortedBytes / sizeof(uint4));
@@ -78,19 +82,26 @@ FewScratch take_few_scratch(const Sizes& z, int64_t routes, Arena& arena) {
   return s;
 }
 
-// Enough for these tokens and sizes and for any smaller ones, whichever way they go. A way that begins at
-// some rows of an average expert has no more experts than that leaves.
+// Enough for these tokens and sizes and for any smaller ones, whichever way they go. A way that begins at some rows of
+// an average expert has no more experts than that leaves, and one that ends there no more routes.
 int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
-  const int64_t routes = std::min(tokens * z.top_k, std::max(kChunkRoutes, z.top_k));
-  const auto bytes_of = [&](int row_groups, int64_t rows_from) {
-    Arena arena(nullptr);
-    take_scratch(z, routes, std::min(z.experts, routes / rows_from), row_groups, grid, arena);
-    return arena.bytes();
-  };
+  int64_t most = 0;
+  for (const int terms : {1, 2}) {
+    const int64_t routes = std::min(tokens * z.top_k, chunk_routes(z.top_k, terms));
+    const int64_t few =
+        std::min(routes, std::max(kInvariantTokens * z.top_k, kTilesFrom * z.experts));
+    const auto use = [&](int row_groups, int64_t routes, int64_t rows_from) {
+      Arena arena(nullptr);
+      take_scratch(z, routes, std::min(z.experts, routes / rows_from), terms, row_groups, grid,
+                   arena);
+      most = std::max(most, arena.bytes());
+    };
+    use(1, few, 1), use(2, few, kSixteenFrom);
+    if (tokens > kInvariantTokens) use(kTileGroups, routes, kTilesFrom);
+  }
   Arena arena(nullptr);
-  take_few_scratch(z, std::min<int64_t>(routes, kFewRoutes), arena);
-  const int64_t few = std::max({arena.bytes(), bytes_of(1, 1), bytes_of(2, kSixteenFrom)});
-  return tokens > kInvariantTokens ? std::max(few, bytes_of(kTileGroups, kTilesFrom)) : few;
+  take_few_scratch(z, std::min<int64_t>(tokens * z.top_k, kFewRoutes), arena);
+  return std::max(most, arena.bytes());
 }
 
 cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
@@ -116,7 +127,10 @@ cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScra
   cudaError_t error = launch_sort(m, s, stream);
   if (error == cudaSuccess) error = launch_rotate_slots(m, s, terms, stream);
   for (const bool down : {false, true}) {
-    if (error == cudaSuccess && wgmma)
+    if (error == cudaSuccess && s.row_groups == kTallGroups)
+      error = exact ? launch_tall_tiles_of_experts<2>(down, m, s, grid / 2, stream)
+                    : launch_tall_tiles_of_experts<1>(down, m, s, grid / 2, stream);
+    else if (error == cudaSuccess && wgmma)
       error = exact ? launch_wide_tiles_of_experts<2>(down, m, s, grid, stream)
                     : launch_wide_tiles_of_experts<1>(down, m, s, grid, stream);
     else if (error == cudaSuccess)
@@ -131,37 +145,35 @@ cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScra
 
 MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices, int64_t hidden,
                  int64_t inner, int sm_count) {
-  const Sizes z{top_k, experts, slices, hidden, inner};
   MoePlan plan = {};
-  plan.chunk_tokens = std::max<int64_t>(1, std::min(tokens, kChunkRoutes / top_k));
-  const int64_t average = plan.chunk_tokens * top_k / experts;
-  const bool tiles = average >= kTilesFrom && plan.chunk_tokens > kInvariantTokens;
-  plan.row_groups = tiles ? kTileGroups : average >= kSixteenFrom ? 2 : 1;
   plan.grid = 2 * sm_count;
-  plan.bytes = enough_bytes(tokens, z, plan.grid);
+  plan.bytes = enough_bytes(tokens, {top_k, experts, slices, hidden, inner}, plan.grid);
   return plan;
 }
 
-cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream_t stream) {
+cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cudaStream_t stream) {
   // Values unrounded cost FP32 and FP16 results half of their error bound, and BF16 ones nothing.
   const bool exact = all.y_dtype != trellis::DType::BFloat16;
+  const int terms = exact ? 2 : 1;
+  const Sizes z{all.top_k, all.experts, all.slices, all.hidden, all.inner};
+  const int64_t chunk = std::min(all.tokens, chunk_routes(z.top_k, terms) / z.top_k);
+  int row_groups = row_groups_of(chunk, z, plan.wgmma);
   // Where shared memory is short, eight rows at a time: the same sums.
-  if (exact && plan.row_groups == 2 &&
-      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) < ExpertShape<2, 2>::kShared)
-    plan.row_groups = 1;
+  if (row_groups == 2 && attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) <
+                             (exact ? ExpertShape<2, 2>::kShared : ExpertShape<2, 1>::kShared))
+    row_groups = 1;
   const auto skip = [](const void* p, int64_t bytes) {
     return static_cast<const void*>(static_cast<const char*>(p) + bytes);
   };
   const auto size_of = [](trellis::DType dtype) { return dtype == trellis::DType::Float ? 4 : 2; };
-  for (int64_t token = 0; token < all.tokens; token += plan.chunk_tokens) {
+  for (int64_t token = 0; token < all.tokens; token += chunk) {
     Moe m = all;
-    m.tokens = std::min(plan.chunk_tokens, all.tokens - token);
+    m.tokens = std::min(chunk, all.tokens - token);
     m.x = skip(all.x, token * all.columns * size_of(all.x_dtype));
     m.ids = skip(all.ids, token * all.top_k * (all.wide_ids ? 8 : 4));
     m.weights = skip(all.weights, token * all.top_k * size_of(all.weights_dtype));
     m.y = static_cast<char*>(all.y) + token * all.columns * size_of(all.y_dtype);
     Arena arena(workspace);
-    const Sizes z{m.top_k, m.experts, m.slices, m.hidden, m.inner};
     const FewPlan few = plan_few_routes(m, exact);
     cudaError_t error;
     if (plan.few_routes == FewRoutes::WhereTheyCan && few.rows == 0) return cudaErrorNotSupported;
@@ -170,10 +182,11 @@ cudaError_t launch_moe(const Moe& all, MoePlan plan, void* workspace, cudaStream
       error =
           launch_few_routes(exact, m, take_few_scratch(z, m.tokens * m.top_k, arena), few, stream);
     } else {
-      const MoeScratch s = take_scratch(z, plan, arena);
-      error = s.row_groups == kTileGroups
-                  ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
-                  : launch_few_rows(exact, m, s, plan.grid, stream);
+      const int64_t routes = chunk * z.top_k;
+      const MoeScratch s =
+          take_scratch(z, routes, std::min(z.experts, routes), terms, row_groups, plan.grid, arena);
+      error = are_tiles(s.row_groups) ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
+                                      : launch_few_rows(exact, m, s, plan.grid, stream);
     }
     if (error != cudaSuccess) return error;
   }

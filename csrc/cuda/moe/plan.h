@@ -21,9 +21,10 @@ TRELLIS_ANYWHERE constexpr int segments_of(int64_t blocks) {
   return static_cast<int>((blocks + kSegmentBlocks - 1) / kSegmentBlocks);
 }
 
-// Row groups of a row block where the products are tiles of 128 rows (tiles.cuh) rather than stretches of
-// few rows (experts.cuh).
-constexpr int kTileGroups = 16;
+// Row groups (eights of rows) of a row block where the products are tiles (tiles.cuh, wide_tiles.cuh) or tall ones
+// (tall_tiles.cuh) rather than stretches of few rows (experts.cuh), which have one or two.
+constexpr int kTileGroups = 16, kTallGroups = 32;
+TRELLIS_ANYWHERE constexpr bool are_tiles(int row_groups) { return row_groups >= kTileGroups; }
 
 struct MoeScratch {
   int64_t slots;             // at most
@@ -56,11 +57,9 @@ enum class FewRoutes { Never, WhereBest, WhereTheyCan };
 
 // What is chosen from shapes alone, so that launches need no answer from the device.
 struct MoePlan {
-  int64_t chunk_tokens;  // that go through the launches together
   // Tiles are multiplied by wgmma (wide_tiles.cuh), else by mma.sync (tiles.cuh): the caller's choice.
   bool wgmma = false;
   FewRoutes few_routes = FewRoutes::WhereBest;
-  int row_groups;
   int grid;  // thread blocks of the products
   int64_t bytes;
 };
@@ -69,6 +68,6 @@ MoePlan moe_plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t slices,
                  int64_t inner, int sm_count);
 
 // All tokens, chunk by chunk. `workspace` holds plan.bytes.
-cudaError_t launch_moe(const Moe& m, MoePlan plan, void* workspace, cudaStream_t stream);
+cudaError_t launch_moe(const Moe& m, const MoePlan& plan, void* workspace, cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kSortThreads)
 
   // Exclusive sums of the experts' row blocks and eights of slots, an equal share of the experts a thread. Both
   // in one number: rows come in blocks of eights, or an expert's last block ends where its rows do.
-  const int eights_of_block = s.row_groups == kTileGroups ? 1 : s.row_groups;
+  const int eights_of_block = are_tiles(s.row_groups) ? 1 : s.row_groups;
   const int share = (experts + kSortThreads - 1) / kSortThreads;
   const int first = min(thread * share, experts), last = min(first + share, experts);
   const auto row_blocks_of = [&](int e) { return (counts[e] + rows - 1) / rows; };
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int64_t* const entry = m.table + (which * m.experts * m.slices + matrix) * 2;
     s.matrices[i] = longlong2{entry[0], entry[1]};
   }
-  if (s.row_groups == kTileGroups) return;
+  if (are_tiles(s.row_groups)) return;
   const int64_t of_inner = row_blocks * m.slices * (m.inner / 128);
   const int64_t of_hidden = row_blocks * m.slices * (m.hidden / 128);
   for (int64_t i = thread; i < of_inner; i += kSortThreads) s.arrived_inner[i] = 0;

@@ -1,5 +1,5 @@
-// The products of routed experts for many rows: tiles of 128 output features by up to 128 rows of an expert,
-// each of whose weights is decoded once, as in ../gemm/tiled.cuh. Sums leave as they are, transforms and
+// The products of routed experts for many rows: tiles of 128 output features by the rows of a row block of an
+// expert, each of whose weights is decoded once, as in ../gemm/tiled.cuh. Sums leave as they are, transforms and
 // activation have launches of their own (tile_rows.cu).
 #pragma once
 
@@ -74,7 +74,7 @@ struct Tiles {
     // An expert's last row block ends where the next expert's slots begin.
     const bool last = row_block + 1 == s.count[0] || s.expert[row_block + 1] != s.expert[row_block];
     const int end = row_block + 1 == s.count[0] ? s.count[1] : s.first[row_block + 1];
-    item.rows = last ? end - first : kTileGroups * 8;
+    item.rows = last ? end - first : s.row_groups * 8;
     return item;
   }
 };
@@ -84,16 +84,25 @@ struct Tiles {
 template <int kSums>
 __device__ __forceinline__ void write_tile(const TileItem& item, const float (&sums)[kSums]) {
   const int lane = threadIdx.x % 32, feature = threadIdx.x / 32 * 16 + lane / 4;
+  const int own = lane % 4 * 2, stride = static_cast<int>(item.out_stride);
+  float* at = item.out + own * item.out_stride + feature;
+  // Rows come in eights, of which the last may be padding: their sums are zeros, and nobody reads them.
+  const auto scales_of = [&](int group) {
+    return __ldcg(reinterpret_cast<const float2*>(item.scales + group * 8 + own));
+  };
+  constexpr int kGroups = kSums / 4, kTogether = 4;  // whose scales are waited for at a time
 #pragma unroll
-  for (int group = 0; group < kSums / 4; ++group) {
+  for (int first = 0; first < kGroups; first += kTogether) {
+    float2 scales[kTogether];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = group * 8 + lane % 4 * 2 + i;
-      if (row >= item.rows) continue;
-      const float scale = item.scales[row];
-      float* const at = item.out + row * item.out_stride + feature;
-      at[0] = sums[group * 4 + i] * scale;
-      at[8] = sums[group * 4 + 2 + i] * scale;
+    for (int i = 0; i < kTogether; ++i)
+      if ((first + i) * 8 < item.rows) scales[i] = scales_of(first + i);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i, at += 8 * stride) {
+      if ((first + i) * 8 >= item.rows) return;
+      const float* const four = sums + (first + i) * 4;
+      at[0] = four[0] * scales[i].x, at[8] = four[2] * scales[i].x;
+      at[stride] = four[1] * scales[i].y, at[stride + 8] = four[3] * scales[i].y;
     }
   }
 }
@@ -229,10 +238,5 @@ __global__ void __launch_bounds__(kTileWarps * 32, 2)
     });
   }
 }
-
-// Both products; instantiated in tiles_*.cu.
-template <int kTerms>
-cudaError_t launch_tiles_of_experts(bool down, const Moe& m, const MoeScratch& scratch, int grid,
-                                    cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../gemm/launch.cuh"
+#include "routes.h"
 #include "tiles.cuh"
 
 namespace trellis::cuda {

@@ -3,8 +3,7 @@
 // have are whatever lay in shared memory: their sums go nowhere. A tile of at most 64 rows is multiplied as one.
 #pragma once
 
-#include "../common/hopper.cuh"
-#include "tiles.cuh"
+#include "tile_decoder.cuh"
 
 namespace trellis::cuda {
 
@@ -16,36 +15,7 @@ constexpr int kWideTileShared = kWideTileStages<kTerms> * kTileStage<kTerms>;
 
 #ifdef TRELLIS_SM90A
 
-__device__ __forceinline__ int kind_of(int tile_words, int codebook) {
-  return codebook * 15 + tile_words / 8 - 2;
-}
-// f(rate, codebook), both known at compile time, by one jump: what with_rate and with_codebook do by two.
-template <typename F>
-__device__ __forceinline__ void with_kind(int kind, F f) {
-#define TRELLIS_KIND(words, codebook) \
-  case codebook * 15 + words / 8 - 2: \
-    return f(std::integral_constant<int, words>{}, std::integral_constant<int, codebook>{});
-#define TRELLIS_KINDS(codebook) \
-  TRELLIS_KIND(16, codebook)    \
-  TRELLIS_KIND(32, codebook)    \
-  TRELLIS_KIND(48, codebook)    \
-  TRELLIS_KIND(64, codebook)    \
-  TRELLIS_KIND(80, codebook)    \
-  TRELLIS_KIND(96, codebook) TRELLIS_KIND(112, codebook) TRELLIS_KIND(128, codebook)
-  switch (kind) {
-    TRELLIS_KINDS(kInst3)
-    TRELLIS_KINDS(kMcg)
-    TRELLIS_KINDS(kMul1)
-    TRELLIS_KIND(24, kMul1)
-    TRELLIS_KIND(40, kMul1)
-    TRELLIS_KIND(56, kMul1)
-  }
-#undef TRELLIS_KINDS
-#undef TRELLIS_KIND
-}
-
-// kRows: of the tile, at most. The rate is chosen around decoding alone: ptxas waits for each wgmma in a
-// function that is called (its remark C7510) and in one that holds the loop for every rate (C7512).
+// kRows: of the tile, at most.
 template <int kTerms, int kRows>
 __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const PowersOfTwo& powers,
                                                    char* stages, float (&sums)[kRows / 2]) {
@@ -54,16 +24,7 @@ __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const P
   // Steps whose copies are under way. The stage before the one that is multiplied is left alone if there are
   // enough, as the tensor cores may still read it.
   constexpr int kAhead = kStages > 2 ? kStages - 2 : 1;
-  const int lane = threadIdx.x % 32, tile_words = item.tile_words;
-  const int kind = hold(static_cast<uint32_t>(kind_of(tile_words, item.codebook)));
-  int byte[3], skew;  // of the lane's words in a packed tile
-  with_rate(tile_words, [&](auto rate) TRELLIS_INLINE_LAMBDA {
-    const Window<rate.value> window(lane);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) byte[i] = window.index[i] * 4;
-    skew = window.skew;
-  });
-  const uint32_t packed_at = hold(kTileX<kTerms> + threadIdx.x / 32 * tile_words * 2);
+  const TileDecoder<kTileX<kTerms>> decoder(item);
   TileCopies<kTerms, kStages> copies(item, stages);
 #pragma unroll 1
   for (int i = 0; i < kAhead; ++i) copies.bring();
@@ -81,22 +42,7 @@ __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const P
 #pragma unroll
     for (int first = 0; first < kTileSteps; first += kGroup) {
       auto& fragments = a[first / kGroup];
-      with_kind(kind, [&](auto rate, auto codebook) TRELLIS_INLINE_LAMBDA {
-        constexpr int kTileWords = rate.value, kCodebook = codebook.value;
-        const Hash hash = hash_for<kCodebook>();
-        Window<kTileWords> window(0);
-#pragma unroll
-        for (int i = 0; i < 3; ++i) window.index[i] = byte[i];
-        window.skew = skew;
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          uint32_t v[3], p[8];
-          const uint32_t tile = stage + packed_at + (first + i) * kTileWords * 16;
-          load_stretch<kTileWords>([=](int at) { return load_shared(tile + at); }, window, v);
-          products<kTileWords, kCodebook != kMul1>(v, hash, powers, p);
-          packed_values<kCodebook == kMul1>(p, fragments[i]);
-        }
-      });
+      decoder.decode(stage, first, powers, fragments);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -139,10 +85,5 @@ __global__ void __launch_bounds__(kTileWarps * 32, 2)
   }
 #endif
 }
-
-// Both products; instantiated in wide_tiles_*.cu.
-template <int kTerms>
-cudaError_t launch_wide_tiles_of_experts(bool down, const Moe& m, const MoeScratch& scratch,
-                                         int grid, cudaStream_t stream);
 
 }  // namespace trellis::cuda

@@ -1,6 +1,7 @@
 // The host side of the wide tiles; included by wide_tiles_*.cu only.
 #pragma once
 
+#include "routes.h"
 #include "tiles_launch.cuh"
 #include "wide_tiles.cuh"
 
