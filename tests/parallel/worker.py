@@ -3,6 +3,7 @@
 Usage: worker.py RESULT FOLDER... with a checkpoint in each folder.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -70,9 +71,13 @@ def main(result, folders):
         found[Path(folder).name] = everybody
     if dist.get_rank() == 0:
         torch.save(found, result)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     assert trellis_ops.__version__
     main(sys.argv[1], sys.argv[2:])
+    # Threads of gloo now and then abort a process whose interpreter is shutting down (pytorch/pytorch#179291).
+    sys.stdout.flush()
+    os._exit(0)
