@@ -194,8 +194,10 @@ __global__ void __launch_bounds__(kRotateWarps * 32)
 constexpr int64_t kManyRows = 512;
 
 // Swizzled rows that begin at multiples of 16 bytes: a block each.
-template <typename Element, typename Lanes>
+template <DType kDType, typename Lanes>
 __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g, const Rotated to) {
+  using Half = std::conditional_t<kDType == DType::Half, __half, __nv_bfloat16>;
+  using Element = std::conditional_t<kDType == DType::Float, float, Half>;
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const int columns = row < g.m ? static_cast<int>(g.in_columns) : 0;  // zeros beyond the last row
@@ -220,6 +222,19 @@ __global__ void __launch_bounds__(kRowWarps * 32) rotate_many_rows(const Gemm g,
     to.arrived[i] = 0;
 }
 
+// f(std::integral_constant<DType, dtype>{}).
+template <typename F>
+cudaError_t with_constant(DType dtype, F f) {
+  switch (dtype) {
+    case DType::Half:
+      return f(std::integral_constant<DType, DType::Half>{});
+    case DType::BFloat16:
+      return f(std::integral_constant<DType, DType::BFloat16>{});
+    default:
+      return f(std::integral_constant<DType, DType::Float>{});
+  }
+}
+
 // Whether rotate_many_rows can take these addresses.
 bool in_pieces(const Gemm& g) {
   return g.suh != nullptr && g.in_tiles % 8 == 0 && reinterpret_cast<uintptr_t>(g.x) % 16 == 0 &&
@@ -227,25 +242,17 @@ bool in_pieces(const Gemm& g) {
 }
 
 cudaError_t launch_many_rows(const Gemm& g, const Rotated& to, int64_t rows, cudaStream_t stream) {
-  const auto launch = [&](auto lanes, auto element) {
+  const auto launch = [&](auto dtype, auto lanes) {
     using Lanes = decltype(lanes);
-    const auto kernel = rotate_many_rows<decltype(element), Lanes>;
+    const auto kernel = rotate_many_rows<decltype(dtype)::value, Lanes>;
     const cudaError_t error = prefer_shared(kernel);
     if (error != cudaSuccess) return error;
     kernel<<<static_cast<unsigned>(rows), row_threads<Lanes>(g.in_tiles / 8), 0, stream>>>(g, to);
     return cudaGetLastError();
   };
-  const auto launch_dtype = [&](auto lanes) {
-    switch (g.x_dtype) {
-      case DType::Half:
-        return launch(lanes, __half{});
-      case DType::BFloat16:
-        return launch(lanes, __nv_bfloat16{});
-      default:
-        return launch(lanes, 0.0f);
-    }
-  };
-  return rows < kManyRows ? launch_dtype(Lanes<8, 2>{}) : launch_dtype(Lanes<8, 4>{});
+  return with_constant(g.x_dtype, [&](auto dtype) {
+    return rows < kManyRows ? launch(dtype, Lanes<8, 2>{}) : launch(dtype, Lanes<8, 4>{});
+  });
 }
 
 template <Layout kLayout>
@@ -262,17 +269,11 @@ cudaError_t launch_layout(const Gemm& g, const Rotated& to, int64_t rows, cudaSt
   const int element = g.x_dtype == DType::Float ? 4 : 2;
   const bool usual = g.suh != nullptr && reinterpret_cast<uintptr_t>(g.x) % (4 * element) == 0 &&
                      reinterpret_cast<uintptr_t>(g.suh) % 8 == 0 && g.in_columns % 4 == 0;
-  switch (g.x_dtype) {
-    case DType::Half:
-      return usual ? launch(rotate_rows<kLayout, DType::Half, true>)
-                   : launch(rotate_rows<kLayout, DType::Half, false>);
-    case DType::BFloat16:
-      return usual ? launch(rotate_rows<kLayout, DType::BFloat16, true>)
-                   : launch(rotate_rows<kLayout, DType::BFloat16, false>);
-    default:
-      return usual ? launch(rotate_rows<kLayout, DType::Float, true>)
-                   : launch(rotate_rows<kLayout, DType::Float, false>);
-  }
+  return with_constant(g.x_dtype, [&](auto dtype) {
+    constexpr DType kDType = decltype(dtype)::value;
+    return usual ? launch(rotate_rows<kLayout, kDType, true>)
+                 : launch(rotate_rows<kLayout, kDType, false>);
+  });
 }
 
 }  // namespace

@@ -129,12 +129,7 @@ __device__ __noinline__ void cut_by_cost(const Moe& m, FewShared& s) {
   };
   int cost = 0;
   for (int matrix = 0; there && matrix < matrices; ++matrix) cost += cost_of(matrix);
-  int end = cost;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xFFFFFFFFu, end, step);
-    if (lane >= step) end += other;
-  }
+  int end = sum_up_to_lane(cost, lane);
   if (lane == 31) s.cost_of_warp[row_block / 32] = end;
   if (row_block < 2) s.share[row_block] = sorted.row_blocks * matrices * tiles.of_matrix;
   __syncthreads();

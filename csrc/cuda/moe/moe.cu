@@ -90,13 +90,14 @@ int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
     const int64_t routes = std::min(tokens * z.top_k, chunk_routes(z.top_k, terms));
     const int64_t few =
         std::min(routes, std::max(kInvariantTokens * z.top_k, kTilesFrom * z.experts));
-    const auto use = [&](int row_groups, int64_t routes, int64_t rows_from) {
+    const auto use = [&](int row_groups, int64_t most_routes, int64_t rows_from) {
       Arena arena(nullptr);
-      take_scratch(z, routes, std::min(z.experts, routes / rows_from), terms, row_groups, grid,
-                   arena);
+      take_scratch(z, most_routes, std::min(z.experts, most_routes / rows_from), terms, row_groups,
+                   grid, arena);
       most = std::max(most, arena.bytes());
     };
     use(1, few, 1), use(2, few, kSixteenFrom);
+    // Tall tiles need no more: as many slots in fewer row blocks.
     if (tokens > kInvariantTokens) use(kTileGroups, routes, kTilesFrom);
   }
   Arena arena(nullptr);

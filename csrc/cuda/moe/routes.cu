@@ -39,23 +39,10 @@ __global__ void __launch_bounds__(kSortThreads)
   long long mine = 0;
   for (int e = first; e < last; ++e)
     mine += (static_cast<long long>(row_blocks_of(e)) << 32) + slots_of(e);
-  long long sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const long long other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-    if (lane >= step) sum += other;
-  }
+  long long sum = sum_up_to_lane(mine, lane);
   if (lane == 31) warp_sums[thread / 32] = sum;
   __syncthreads();
-  if (thread < 32) {
-    long long of_warp = warp_sums[thread];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const long long other = __shfl_up_sync(0xFFFFFFFFu, of_warp, step);
-      if (lane >= step) of_warp += other;
-    }
-    warp_sums[thread] = of_warp;
-  }
+  if (thread < 32) warp_sums[thread] = sum_up_to_lane(warp_sums[thread], lane);
   __syncthreads();
   sum += (thread < 32 ? 0 : warp_sums[thread / 32 - 1]) - mine;
   int row_block = static_cast<int>(sum >> 32), slot_of_first = static_cast<int>(sum);

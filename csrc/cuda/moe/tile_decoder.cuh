@@ -1,4 +1,4 @@
-// The decoding of experts' tiles that wgmma multiplies, at a rate and with a codebook known at run time.
+// The decoding of experts' tiles, at a rate and with a codebook known at run time, and their products by wgmma.
 #pragma once
 
 #include "../common/hopper.cuh"
@@ -36,8 +36,7 @@ __device__ __forceinline__ void with_kind(int kind, F f) {
 }
 
 // One warp's tiles. The rate is chosen around decoding alone: ptxas waits for each wgmma in a function that is called (its
-// remark C7510) and in one that holds the loop for every rate (C7512).
-// kPacked: where the packed words begin in a stage.
+// remark C7510) and in one that holds the loop for every rate (C7512). kPacked: where packed words begin in a stage.
 template <int kPacked>
 struct TileDecoder {
   int kind, byte[3], skew;  // of the lane's words in a packed tile
@@ -77,6 +76,23 @@ struct TileDecoder {
     });
   }
 };
+
+// Starts the products of k tiles from `first` on with the rows at `stage`, and waits for those before.
+template <int kTerms, int kRows, int kCount>
+__device__ __forceinline__ void multiply_fragments(uint32_t stage, int first,
+                                                   const uint32_t (&fragments)[kCount][4],
+                                                   float (&sums)[kRows / 2]) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)  // an atom is 64 units of 16 bytes
+      wgmma_f16<kRows>(sums, fragments[i],
+                       wgmma_descriptor(stage / 16 + (first + i) * 2 + term * 64, kTerms * 1024));
+  }
+  wgmma_commit();
+  wgmma_wait<1>();
+}
 
 }  // namespace trellis::cuda
 #endif

@@ -6,6 +6,17 @@
 
 namespace trellis::cuda {
 
+// The sum of the values of this lane and those before it.
+template <typename T>
+__device__ __forceinline__ T sum_up_to_lane(T value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(0xFFFFFFFFu, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
 // The id that a route names, whatever it is.
 __device__ __forceinline__ int64_t expert_of_route(const Moe& m, int64_t route) {
   return m.wide_ids ? static_cast<const int64_t*>(m.ids)[route]
@@ -60,12 +71,10 @@ __device__ __forceinline__ void add_bias(const Stack& bias, int64_t row, int fea
 
 // As ../../cpu/moe.cpp has it; comparisons are such that a NaN stays one. u becomes the result. The activation
 // is chosen outside the loops, so that a launch fetches the instructions of its own only.
-template <int kCount>
-__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[kCount],
-                                         float (&u)[kCount]) {
+__device__ __forceinline__ void activate(const Moe& m, const float (&gate)[4], float (&u)[4]) {
   const auto each = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) f(gate[i], u[i]);
+    for (int i = 0; i < 4; ++i) f(gate[i], u[i]);
   };
   // Right to six digits, in a fifth of the instructions; a denominator that overflows makes it zero.
   const auto sigmoid_times = [](float g, float factor) {

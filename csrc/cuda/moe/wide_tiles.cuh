@@ -43,17 +43,7 @@ __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const P
     for (int first = 0; first < kTileSteps; first += kGroup) {
       auto& fragments = a[first / kGroup];
       decoder.decode(stage, first, powers, fragments);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term)  // an atom is 64 units of 16 bytes
-          wgmma_f16<kRows>(
-              sums, fragments[i],
-              wgmma_descriptor(stage / 16 + (first + i) * 2 + term * 64, kTerms * 1024));
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
+      multiply_fragments<kTerms, kRows>(stage, first, fragments, sums);
     }
   }
   wgmma_wait<0>();
