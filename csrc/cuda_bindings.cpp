@@ -97,32 +97,34 @@ Tensor trellis_gemm_route(Tensor x, Tensor packed, std::optional<Tensor> suh,
   const trellis::cuda::Gpu gpu = trellis::cuda::gpu_of(device);
   STD_TORCH_CHECK(forced_route >= 0 && forced_route <= static_cast<int>(Route::Last), op,
                   ": no such route: ", forced_route);
-  Route route = static_cast<Route>(forced_route);
-  if (route == Route::Automatic) route = trellis::cuda::choose_route(g, gpu);
-  STD_TORCH_CHECK(trellis::cuda::can_run(route, gpu), op, ": this GPU cannot run route ",
-                  forced_route);
+  const auto forced = static_cast<Route>(forced_route);
+  STD_TORCH_CHECK(forced == Route::Automatic || trellis::cuda::can_run(forced, gpu), op,
+                  ": this GPU cannot run route ", forced_route);
   const cudaStream_t stream = current_stream(device);
   const auto scratch_of = [&](int64_t bytes) {
     return torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
   };
-  if (route != Route::Small) {
-    const trellis::cuda::TileSchedule schedule =
-        trellis::cuda::tile_schedule(g, route, gpu.sm_count, forced_share);
-    Tensor scratch = scratch_of(trellis::cuda::tile_scratch_bytes(schedule));
-    check_launch(op, trellis::cuda::launch_tiles(g, schedule, scratch.mutable_data_ptr(), stream));
-    return y;
-  }
-  // More rows than one launch takes go in slices; each decodes the weights again.
   const int64_t x_row = x.size(x.dim() - 1) * (g.x_dtype == DType::Float ? 4 : 2);
   const int64_t y_row = out_features * (g.y_dtype == DType::Float ? 4 : 2);
-  for (int64_t row = 0; row < count; row += trellis::cuda::kSmallMaximum) {
-    g.m = std::min<int64_t>(count - row, trellis::cuda::kSmallMaximum);
+  for (int64_t row = 0; row < count; row += g.m) {
+    g.m = count - row;
     g.x = static_cast<const char*>(rows.const_data_ptr()) + row * x_row;
     g.y = static_cast<char*>(y.mutable_data_ptr()) + row * y_row;
-    const int64_t share =
-        forced_share > 0 ? forced_share : trellis::cuda::small_share(g, gpu.sm_count);
-    Tensor scratch = scratch_of(trellis::cuda::small_scratch_bytes(g, share));
-    check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share, stream));
+    const bool choose = forced == Route::Automatic;
+    const Route route = choose ? trellis::cuda::choose_route(g, gpu) : forced;
+    if (choose || route == Route::Small) g.m = trellis::cuda::rows_at_once(g, route, gpu);
+    if (route == Route::Small) {
+      const int64_t share =
+          forced_share > 0 ? forced_share : trellis::cuda::small_share(g, gpu.sm_count);
+      Tensor scratch = scratch_of(trellis::cuda::small_scratch_bytes(g, share));
+      check_launch(op, trellis::cuda::launch_small(g, scratch.mutable_data_ptr(), share, stream));
+    } else {
+      const trellis::cuda::TileSchedule schedule =
+          trellis::cuda::tile_schedule(g, route, gpu.sm_count, forced_share);
+      Tensor scratch = scratch_of(trellis::cuda::tile_scratch_bytes(schedule));
+      check_launch(op,
+                   trellis::cuda::launch_tiles(g, schedule, scratch.mutable_data_ptr(), stream));
+    }
   }
   return y;
 }

@@ -39,6 +39,10 @@ struct Gpu {
 Route choose_route(const Gemm& g, const Gpu& gpu);
 bool can_run(Route route, const Gpu& gpu);
 
+// How many of g.m rows the next launch takes: all of them, or fewer where those that are left cost less by
+// another launch, which decodes the weights again.
+int64_t rows_at_once(const Gemm& g, Route route, const Gpu& gpu);
+
 // ---- few rows (gemm/small*) -----------------------------------------------------------------------
 constexpr int kSmallRows = 8;      // that one MMA takes
 constexpr int kSmallMaximum = 32;  // rows of one call of launch_small
@@ -74,6 +78,7 @@ struct TileSchedule {
   int rest;    // tiles that are cut into stretches
   int share;   // steps of a stretch
   int pitch;   // steps from one tile's stretches to the next one's: `steps`, or more to end evenly
+  int64_t cost;  // estimated steps of the longest worker; 0 where there was no choice
 };
 
 // `share`: 0 for the best way; otherwise stretches of so many steps, or, negative, so many slices.

@@ -86,23 +86,27 @@ TileSchedule tile_schedule(const Gemm& g, Route route, int sm_count, int64_t sha
   if (share > 0) {
     set(0, share, s.steps);
   } else {
-    const FinishCost cost = finish_cost(s.rows);
-    const int64_t whole = s.steps + cost.whole, full = tiles / most, left = tiles % most;
-    int64_t least = (full + (left > 0 ? 1 : 0)) * whole;
+    const FinishCost finish = finish_cost(s.rows);
+    const int64_t whole = s.steps + finish.whole, full = tiles / most, left = tiles % most;
+    s.cost = (full + (left > 0 ? 1 : 0)) * whole;
     set(full, s.steps, s.steps);
     // What no full round is left for in even parts, one a worker.
     const int64_t even = left == 0 ? s.steps : (s.steps + most / left - 1) / (most / left);
-    const int64_t of_even = full * whole + even + cost.even;
-    if (even < s.steps && of_even < least) {
-      least = of_even;
+    const int64_t of_even = full * whole + even + finish.even;
+    if (even < s.steps && of_even < s.cost) {
+      s.cost = of_even;
       set(full, even, (s.steps + even - 1) / even * even);
     }
     // Or in equal stretches, one after the other, together with the round before, so that they are at least a tile
     // long.
     const int64_t rounds = std::max<int64_t>(0, full - 1);
     const int64_t stretch = ((tiles - rounds * most) * s.steps + most - 1) / most;
-    if (left > 0 && rounds * whole + stretch + (stretch / s.steps + 1) * cost.stretch < least)
+    const int64_t of_stretches =
+        rounds * whole + stretch + (stretch / s.steps + 1) * finish.stretch;
+    if (left > 0 && of_stretches < s.cost) {
+      s.cost = of_stretches;
       set(rounds, stretch, s.steps);
+    }
   }
   const int64_t units = static_cast<int64_t>(s.rest) * s.pitch;
   s.workers = static_cast<int>(s.rounds > 0 ? most : (units + s.share - 1) / s.share);
