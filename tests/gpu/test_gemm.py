@@ -98,6 +98,26 @@ def test_many_rows(m, rows, columns):
     assert worst_row(y, want) <= BOUNDS[torch.bfloat16]
 
 
+def test_few_rows_over_whole_tiles_go_apart():
+    """Where another tile of 256 rows costs more than another launch; each has the bits that it has alone."""
+    layer = make_layer("mcg", 4, rows=512, columns=28672)
+    weight, parts = torch.from_numpy(layer.weight()).cuda(), on_gpu(layer)
+    bias = torch.randn(28672, device="cuda")
+    all_x = torch.randn(900, 512, device="cuda").bfloat16()
+
+    def call(x):
+        return trellis_ops.trellis_gemm(x, *parts, bias, codebook="mcg")
+
+    for m in (257, 264, 266, 282, 320, 384, 513, 640, 800):
+        x, tiles = all_x[:m], m // 256 * 256
+        y = call(x)
+        assert worst_row(y, x.double() @ weight + bias.double()) <= BOUNDS[torch.bfloat16], m
+        assert torch.equal(y, torch.cat([call(x[:tiles]), call(x[tiles:])])), m
+    if torch.cuda.get_device_capability() == (9, 0):
+        names = kernels_of(lambda: call(all_x[:257]))
+        assert "wide_kernel" in names and "small_kernel" in names
+
+
 def test_the_longest_sums():
     layer = make_layer("mul1", 2, rows=28672, columns=256)
     weight = torch.from_numpy(layer.weight()).cuda()
@@ -249,11 +269,15 @@ def test_what_is_not_finite_stays_in_its_row(codebook, value):
         assert torch.equal(y[others], want[others])
 
 
-@pytest.mark.parametrize("m", [1, 4, 7, 16, 32, 64, 100, 300])
-def test_repeats_and_replays_bit_for_bit(m):
-    layer = make_layer("mcg" if m % 2 else "mul1", 4, rows=2048, columns=1024)
+@pytest.mark.parametrize(
+    ("m", "rows", "columns"),
+    [(m, 2048, 1024) for m in (1, 4, 7, 16, 32, 64, 100, 300)]
+    + [(257, 512, 28672), (330, 512, 28672)],  # two launches
+)
+def test_repeats_and_replays_bit_for_bit(m, rows, columns):
+    layer = make_layer("mcg" if m % 2 else "mul1", 4, rows=rows, columns=columns)
     parts = on_gpu(layer)
-    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    x = torch.randn(m, rows, device="cuda").bfloat16()
 
     def call():
         return trellis_ops.trellis_gemm(x, *parts, codebook=layer.codebook)

@@ -113,6 +113,19 @@ def test_numbers_of_tokens(tokens, count):
     assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[F32]
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_blocks_that_go_through_several_tall_tiles(dtype):
+    """More tiles than multiprocessors, of unlike rates and rows: what a ring of copies holds changes in between."""
+    experts = make_experts(
+        16, hidden=1152, intermediate=1152, bits=lambda p, e: 2 + (e + len(p)) % 5
+    )
+    x = torch.randn(1000, 1152).to(dtype)
+    ids, weights = routing(1000, 2, 16)
+    ids[:500, 0] = 3
+    y = run(experts.layout(), x, ids, weights)
+    assert worst_row(y, experts.want(x, ids, weights)) <= BOUNDS[dtype]
+
+
 @pytest.mark.parametrize("dtype, tokens", [(F32, 3000), (BF16, 4500)])
 def test_more_routes_than_go_through_together(dtype, tokens):
     experts = make_experts(16, hidden=128, intermediate=128, bits=lambda p, e: 3 + e % 3)
@@ -419,6 +432,9 @@ def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
         {"experts": 40, "slices": 4, "hidden": 640, "intermediate": 256, "biases": True},
         {"codebook": "mul1", "gated": False, "absent": (1,)},
         {"experts": 200, "hidden": 128, "intermediate": 128},  # more row blocks than are kept
+        # More than 28 tiles a block, so that shares are cut by cost: of gate and up, of down.
+        {"experts": 64, "hidden": 128, "intermediate": 2048},
+        {"experts": 64, "hidden": 2048, "intermediate": 128, "slices": 2},
     ],
 )
 def test_few_routes_have_the_bits_of_few_rows(layer, dtype):
