@@ -170,12 +170,13 @@ __device__ void wide_multiply(const Gemm& g, const TileScratch& scratch,
 
   const Window<kTileWords> window(lane);
   const Hash hash = hash_for<kCodebook>();
+  // Every lane arrives: racecheck does not see what lanes have agreed on before one of them does, and this is as fast.
   const auto release = [&](int stage) {
-    __syncwarp();
     if constexpr (Shape::kCluster == 1) {
-      if (lane == 0) barrier_arrive(empty + stage);
+      barrier_arrive(empty + stage);
     } else {
-      if (lane < Shape::kCluster) barrier_arrive_at(empty + stage, lane);
+#pragma unroll
+      for (int block = 0; block < Shape::kCluster; ++block) barrier_arrive_at(empty + stage, block);
     }
   };
   const uint32_t packed_at = hold(shared_address(packed_stages) + warp * Shape::kTileBytes);
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(WideShape<kTileWords, kRows>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(full + i, kStepTiles);  // the warps that copy
-      barrier_init(empty + i, Shape::kMathWarps * Shape::kCluster);
+      barrier_init(empty + i, Shape::kMathWarps * 32 * Shape::kCluster);
     }
     barrier_init_fence();
   }

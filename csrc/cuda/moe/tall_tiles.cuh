@@ -63,11 +63,6 @@ __device__ __forceinline__ void multiply_tall_tile(const TileItem& item, const P
   constexpr int kGroup = 2;  // k tiles that are decoded while as many are multiplied
   const TileDecoder<Shape::kX> decoder(item);
   const uint32_t first_stage = hold(shared_address(stages));
-  const auto release = [&](int stage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage);
-  };
-
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
   int before = -1;  // the stage of the step before, until the tensor cores are done with it
@@ -80,13 +75,13 @@ __device__ __forceinline__ void multiply_tall_tile(const TileItem& item, const P
       auto& fragments = a[first / kGroup];
       decoder.decode(stage, first, powers, fragments);
       multiply_fragments<kTerms, kRows>(stage, first, fragments, sums);
-      if (first == 0 && before >= 0) release(before);
+      if (first == 0 && before >= 0) barrier_arrive(empty + before);
     }
     before = ring.stage;
     ring.advance<Shape::kStages>();
   }
   wgmma_wait<0>();
-  release(before);
+  barrier_arrive(empty + before);
 }
 
 template <bool kDown, int kTerms>
@@ -125,8 +120,9 @@ __global__ void __launch_bounds__(kTallThreads, 1)
   uint64_t* const empty = full + Shape::kStages;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
+    // All lanes of the warps that multiply arrive, as in wide.cuh.
     for (int i = 0; i < Shape::kStages; ++i)
-      barrier_init(full + i, kTileSteps), barrier_init(empty + i, kTileWarps);
+      barrier_init(full + i, kTileSteps), barrier_init(empty + i, kTileWarps * 32);
     barrier_init_fence();
   }
   __syncthreads();
