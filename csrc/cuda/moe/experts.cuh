@@ -17,9 +17,21 @@
 namespace trellis::cuda {
 
 constexpr int kUnitQuads = kExpertWarps * 32;  // quads of sums of eight rows: one a thread
-// Descriptors that a block keeps, of its first units, so that no segment waits for its own.
-constexpr int kKeptMatrices = 48;
 __host__ __device__ constexpr int expert_stages(int tile_words) { return tile_words <= 64 ? 3 : 2; }
+
+// A segment of a unit, as all warps of a block take it. Warp 0 makes them ahead, a lane each, since where a segment lies
+// takes divisions and loads that would otherwise stand between any two of them.
+struct Piece {
+  const char* tiles;    // packed words of the unit's columns at the segment's first k tile
+  const char* x;        // fragments there
+  const float* scales;  // of the segment's first 128-block
+  uint32_t row_bytes;   // from one k tile to the next
+  uint8_t tile_words, codebook;
+  uint8_t groups;  // that the warps share; 0 behind the block's last segment
+  uint8_t rows;    // of the row block
+  int unit, segment, matrix, row_block, slice, column_block;
+};
+constexpr int kKeptPieces = 16;  // of a block; half of them are made at a time
 
 // kTerms: FP16 numbers whose sum is x.
 template <int kRowGroups, int kTerms>
@@ -35,21 +47,47 @@ struct ExpertShape {
   // Of a warp's sums that meet at a time. Blocks of eight rows have half of the features of them, so that GPUs with
   // little shared memory can run these at least.
   static constexpr int kQuads = kRowGroups == 1 ? kUnitQuads / 2 : kUnitQuads;
-  // Bytes of shared memory: the rings, the sums that meet, descriptors, a flag.
-  static constexpr int kShared = kExpertWarps * (kRing + kQuads * 16) + kKeptMatrices * 16 + 16;
+  // Shared memory: the rings, the sums that meet, pieces, a flag.
+  static constexpr int kParts = kExpertWarps * kRing, kPieces = kParts + kExpertWarps * kQuads * 16;
+  static constexpr int kFlag = kPieces + kKeptPieces * static_cast<int>(sizeof(Piece));
+  static constexpr int kShared = kFlag + 16;  // bytes
   // That a multiprocessor of sm_90 has room for.
   static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
 };
 
-// What a warp does of a segment.
+template <typename Shape>
+__device__ __forceinline__ Piece* kept_pieces() {
+  extern __shared__ __align__(128) char expert_shared[];
+  return reinterpret_cast<Piece*>(expert_shared + Shape::kPieces);
+}
+template <typename Shape>
+__device__ __forceinline__ float4* meeting_place() {
+  extern __shared__ __align__(128) char expert_shared[];
+  return reinterpret_cast<float4*>(expert_shared + Shape::kParts);
+}
+template <typename Shape>
+__device__ __forceinline__ uint32_t ring_of_warp() {
+  extern __shared__ __align__(128) char expert_shared[];
+  return shared_address(expert_shared) + threadIdx.x / 32 * Shape::kRing;
+}
+
+// What a warp does of a piece.
 struct Stretch {
-  const char* tiles;    // packed words: the warp's columns at its first k tile
-  const char* x;        // fragments at its first k tile
-  const float* scales;  // of the segment's first 128-block
-  uint32_t row_bytes;   // from one k tile to the next
-  int tile_words, codebook;
-  int first, last;  // groups, counted from a 128-block's beginning
+  const char* tiles;  // at the warp's first k tile
+  const char* x;
+  uint32_t row_bytes;
+  int first, last;  // groups, counted from the segment's beginning
 };
+template <typename Shape>
+__device__ __forceinline__ Stretch stretch_of(const Piece& piece) {
+  const int warp = threadIdx.x / 32;
+  Stretch s;
+  s.first = first_group_of(warp, piece.groups), s.last = first_group_of(warp + 1, piece.groups);
+  s.row_bytes = piece.row_bytes;
+  s.tiles = piece.tiles + static_cast<uint64_t>(s.row_bytes) * (s.first * kExpertGroup);
+  s.x = piece.x + s.first * kExpertGroup * static_cast<int>(Shape::kX);
+  return s;
+}
 
 // Copies a group to `to`: its weights, which no launch in front writes, its x, or both. kUnroll: at most; what
 // runs seldom is better short.
@@ -75,36 +113,40 @@ __device__ __forceinline__ void fetch_group(const char* tiles, uint32_t row_byte
     copy_async_16(to + lane_bytes + byte, x + lane_bytes + byte);
 }
 
-// Starts the copies of a stretch's first groups, one for each stage of the ring.
+// Starts the copies of a piece's first groups, one for each stage of the warp's ring.
 template <typename Shape>
-__device__ __forceinline__ void fill_ring(const Stretch& s, uint32_t ring, uint64_t policy,
-                                          bool weights = true, bool fragments = true) {
+__device__ __forceinline__ void fill_ring(const Piece& piece, uint64_t policy, bool weights = true,
+                                          bool fragments = true) {
+  const Stretch s = stretch_of<Shape>(piece);
+  const int tile_words = piece.tile_words;
   const char *tiles = s.tiles, *x = s.x;
+  uint32_t to = ring_of_warp<Shape>();
 #pragma unroll 1
-  for (int stage = 0; stage < expert_stages(s.tile_words); ++stage) {
+  for (int stage = 0; stage < expert_stages(tile_words); ++stage) {
     if (s.first + stage < s.last)
-      fetch_group<Shape, 1>(tiles, s.row_bytes, s.tile_words, x, ring, policy, weights, fragments);
+      fetch_group<Shape, 1>(tiles, s.row_bytes, tile_words, x, to, policy, weights, fragments);
     if (fragments) copy_commit();
     tiles += static_cast<uint64_t>(s.row_bytes) * kExpertGroup;
     x += kExpertGroup * Shape::kX;
-    ring += Shape::stage_bytes(s.tile_words);
+    to += Shape::stage_bytes(tile_words);
   }
 }
 
-template <int kRowGroups>
-struct Summed {
-  float4 quads[kRowGroups];  // this thread's
-  uint32_t stage;            // where in the ring the next stretch begins
-};
-
-// Adds up a segment, whose first groups are in the ring or on their way from `stage` on. Its last groups make
-// room for those of the stretch that comes next, so that the memory does not rest. A function rather than
-// inlined, since a kernel has one for each rate and codebook.
+// Adds up kept piece `number`, whose first groups are in the ring or on their way from `stage` on. Its last groups make
+// room for those of the piece that comes next, so that the memory does not rest. A function rather than inlined, since
+// a kernel has one for each rate and codebook. `sums_of_unit`: this thread's quads of each eight rows, in its local
+// memory, since a call leaves the caller no registers; added to, or, where the piece is the `first`, set. Returns where
+// in the ring the next piece begins.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kRowGroups>
-__device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, const Stretch after,
-                                                            uint32_t ring, uint32_t stage,
-                                                            uint64_t policy, float4* parts) {
+__device__ __noinline__ uint32_t multiply_piece(int number, uint32_t stage, float4* sums_of_unit,
+                                                bool first) {
   using Shape = ExpertShape<kRowGroups, kTerms>;
+  const Piece& piece = kept_pieces<Shape>()[number];
+  const Piece& after = kept_pieces<Shape>()[(number + 1) % kKeptPieces];
+  const uint32_t ring = ring_of_warp<Shape>();
+  float4* const parts = meeting_place<Shape>();
+  const uint64_t policy = evict_first();
+  const Stretch s = stretch_of<Shape>(piece);
   constexpr uint32_t kTileBytes = kTileWords * 2, kKTileBytes = 8 * kTileBytes;
   constexpr uint32_t kPackedBytes = kExpertGroup * kKTileBytes, kX = Shape::kX;
   constexpr uint32_t kStageBytes = Shape::stage_bytes(kTileWords);
@@ -131,7 +173,7 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
   RowUnits units[kRowGroups];
   for (int group = s.first; group < s.last; ++group) {
     if (group == s.first || group % kBlockGroups == 0) {  // a block of 128 inputs begins
-      const float* const scales = s.scales + group / kBlockGroups * kRows;
+      const float* const scales = piece.scales + group / kBlockGroups * kRows;
 #pragma unroll
       for (int r = 0; r < kRowGroups; ++r)
         units[r].begin_block(group == s.first, lane,
@@ -157,8 +199,9 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
     }
     __syncwarp();  // everybody has read the stage before it is filled again
     if (to_fetch == 0 && follows) {
-      source = after.tiles, x_source = after.x, row_bytes = after.row_bytes;
-      to_fetch = after.last - after.first;
+      const Stretch next = stretch_of<Shape>(after);
+      source = next.tiles, x_source = next.x, row_bytes = next.row_bytes;
+      to_fetch = next.last - next.first;
       follows = false;
     }
     if (to_fetch > 0) {
@@ -170,9 +213,10 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
     copy_commit();
     stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
   }
-  Summed<kRowGroups> result;
-  result.stage = goes_on ? stage : ring;
-  if (!goes_on) fill_ring<Shape>(after, ring, policy);
+  if (!goes_on) {
+    stage = ring;
+    fill_ring<Shape>(after, policy);
+  }
 
   constexpr int kQuads = Shape::kQuads, kParts = kUnitQuads / kQuads;
   const int warp = threadIdx.x / 32, quad = threadIdx.x % kQuads;
@@ -193,22 +237,22 @@ __device__ __noinline__ Summed<kRowGroups> multiply_stretch(const Stretch s, con
       float4 sum = parts[quad];
 #pragma unroll
       for (int d = 1; d < kExpertWarps; ++d) sum = add(sum, parts[d * kQuads + quad]);
-      result.quads[r] = sum;
+      sums_of_unit[r] = first ? sum : add(sums_of_unit[r], sum);
     }
   }
-  return result;
+  return stage;
 }
 
 template <bool kPacked, int kTerms, int kRowGroups>
-__device__ __forceinline__ Summed<kRowGroups> multiply_any(const Stretch& s, const Stretch& after,
-                                                           uint32_t ring, uint32_t stage,
-                                                           uint64_t policy, float4* parts) {
-  return with_rate(s.tile_words, [&](auto tile_words) {
-    return with_codebook<tile_words.value>(s.codebook, [&](auto codebook) {
-      constexpr int kCodebook = decltype(codebook)::value;
-      return multiply_stretch < decltype(tile_words)::value, kCodebook,
-             kPacked || kCodebook == kMul1, kTerms,
-             kRowGroups > (s, after, ring, stage, policy, parts);
+__device__ __forceinline__ uint32_t multiply_any(int number, uint32_t stage, float4* sums_of_unit,
+                                                 bool first) {
+  const Piece& piece = kept_pieces<ExpertShape<kRowGroups, kTerms>>()[number];
+  return with_rate(piece.tile_words, [&](auto tile_words) {
+    return with_codebook<tile_words.value>(piece.codebook, [&](auto codebook) {
+      constexpr int kTileWords = decltype(tile_words)::value, kCodebook = decltype(codebook)::value;
+      constexpr bool kAsPacked = kPacked || kCodebook == kMul1;
+      return multiply_piece<kTileWords, kCodebook, kAsPacked, kTerms, kRowGroups>(
+          number, stage, sums_of_unit, first);
     });
   });
 }
@@ -227,6 +271,53 @@ struct Units {
         passes(!kDown && m.gate.suh.data != nullptr ? 2 : 1) {}
 };
 
+// Piece `at` of all, if it is one of [begin, stop).
+template <bool kDown, typename Shape>
+__device__ __forceinline__ Piece piece_at(const Moe& m, const MoeScratch& s,
+                                          const Units<kDown>& units, int at, int begin, int stop) {
+  Piece piece = {};
+  piece.tile_words = 16;
+  if (at >= stop) return piece;
+  const int slices = static_cast<int>(m.slices), of_unit = units.passes * units.segments;
+  piece.unit = at / of_unit;
+  piece.segment = at - piece.unit * of_unit;
+  const int pass = piece.segment / units.segments, of_pass = piece.segment - pass * units.segments;
+  const int sliced = piece.unit / units.column_blocks;
+  piece.column_block = piece.unit - sliced * units.column_blocks;
+  piece.row_block = sliced / slices;
+  piece.slice = sliced - piece.row_block * slices;
+  const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
+  const longlong2 matrix = __ldcg(s.matrices + sliced * 3 + which);
+  piece.rows = static_cast<uint8_t>(__ldcg(s.rows + piece.row_block));
+  piece.matrix = __ldcg(s.expert + piece.row_block) * slices + piece.slice;
+  piece.tile_words = static_cast<uint8_t>(matrix.y);
+  piece.codebook = static_cast<uint8_t>(kDown        ? m.down.codebook
+                                        : which == 0 ? m.gate.codebook
+                                                     : m.up.codebook);
+  piece.groups = static_cast<uint8_t>(groups_of_segment(of_pass, units.blocks));
+  const int first_block = of_pass * kSegmentBlocks, tile_bytes = piece.tile_words * 2;
+  piece.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
+  piece.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
+                static_cast<int64_t>(first_block) * 8 * piece.row_bytes +
+                piece.column_block * 8 * tile_bytes;
+  const int64_t block = (!kDown && !one_rotation(m) ? sliced * 2 + pass : sliced) *
+                            static_cast<int64_t>(units.blocks) +
+                        first_block;
+  piece.x = reinterpret_cast<const char*>(kDown ? s.inner : s.x) + block * 8 * Shape::kX;
+  piece.scales = (kDown ? s.inner_scales : s.x_scales) + block * s.row_groups * 8;
+  if (piece.segment > 0 && at > begin) return piece;
+  // Vectors that the unit's last step will want: else it would wait for memory.
+  const int64_t feature = piece.column_block * 128;
+  const auto want = [&](const Stack& vectors) {
+    prefetch(vector_of(vectors, piece.matrix) + feature);
+    prefetch(vector_of(vectors, piece.matrix) + feature + 64);
+  };
+  want(kDown ? m.down.svh : m.up.svh);
+  if (!kDown) want(m.down.suh);
+  if (units.passes == 2) want(m.gate.svh);
+  return piece;
+}
+
 // kExact: values as their definition rounds them, and x in two terms. FP16 and FP32 results need it, since
 // three layers' errors add up; BF16 ones are rounded more than that.
 template <bool kDown, bool kExact, int kRowGroups>
@@ -237,107 +328,50 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
   constexpr int kTerms = kExact ? 2 : 1;
   using Shape = ExpertShape<kRowGroups, kTerms>;
   constexpr int kSums = kRowGroups * kUnitQuads;
-  extern __shared__ __align__(128) uint32_t shared[];
-  float4* const parts = reinterpret_cast<float4*>(shared + kExpertWarps * Shape::kRing / 4);
-  longlong2* const kept = reinterpret_cast<longlong2*>(parts + kExpertWarps * Shape::kQuads);
-  int* const flag = reinterpret_cast<int*>(kept + kKeptMatrices);
+  extern __shared__ __align__(128) char expert_shared[];
+  Piece* const pieces = kept_pieces<Shape>();
+  float4* const parts = meeting_place<Shape>();
+  int* const flag = reinterpret_cast<int*>(expert_shared + Shape::kFlag);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t ring = shared_address(shared) + warp * Shape::kRing;
-  const uint64_t policy = evict_first();
 
   const Units<kDown> units(m);
-  const int slices = static_cast<int>(m.slices);
   const int of_unit = units.passes * units.segments;
-  const bool two_rotations = !kDown && !one_rotation(m);
   // Down may start when all of gate and up have passed this wait: the sort is done by then, and what it left
   // is all that down needs to fetch its first weights.
   if constexpr (!kDown) wait_for_previous_kernel();
   let_next_kernel_start();
-  const int count = __ldcg(s.count);
-  const int total = count * slices * units.column_blocks * of_unit;
+  const int total = __ldcg(s.count) * static_cast<int>(m.slices) * units.column_blocks * of_unit;
   const int share = max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
   const int begin = min(static_cast<int>(blockIdx.x) * share, total);
   const int stop = min(begin + share, total);
   unsigned* const arrived = kDown ? s.arrived_hidden : s.arrived_inner;
 
-  const auto matrix_of = [&](int sliced, int pass) {
-    const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
-    return __ldcg(s.matrices + sliced * 3 + which);
+  // Half of the kept ones, from piece `first` on. For all threads.
+  const auto make_pieces = [&](int first) {
+    const int at = first + static_cast<int>(threadIdx.x);
+    if (at < first + kKeptPieces / 2)
+      pieces[(at - begin) % kKeptPieces] = piece_at<kDown, Shape>(m, s, units, at, begin, stop);
   };
-  const int first_sliced = begin / of_unit / units.column_blocks;
-  if (begin < stop && threadIdx.x < kKeptMatrices) {
-    const int sliced = first_sliced + static_cast<int>(threadIdx.x) / units.passes;
-    if (sliced <= (stop - 1) / of_unit / units.column_blocks)
-      kept[threadIdx.x] = matrix_of(sliced, static_cast<int>(threadIdx.x) % units.passes);
-  }
-  // Vectors that the units' last steps will want, a lane a unit: else each of these would wait for memory.
-  if (threadIdx.x < 32 && begin + lane * of_unit < stop) {
-    const int unit = begin / of_unit + lane;
-    const int sliced = unit / units.column_blocks, row_block = sliced / slices;
-    const int64_t matrix =
-        static_cast<int64_t>(__ldcg(s.expert + row_block)) * slices + (sliced - row_block * slices);
-    const int64_t feature = (unit - sliced * units.column_blocks) * 128;
-    const auto want = [&](const Stack& vectors) {
-      prefetch(vector_of(vectors, matrix) + feature);
-      prefetch(vector_of(vectors, matrix) + feature + 64);
-    };
-    if constexpr (kDown) {
-      want(m.down.svh);
-    } else {
-      want(m.up.svh);
-      want(m.down.suh);
-      if (units.passes == 2) want(m.gate.svh);
-    }
-  }
+  make_pieces(begin);
   __syncthreads();
 
-  const auto stretch_of = [&](int at) {
-    Stretch stretch = {};
-    stretch.tile_words = 16;
-    if (at >= stop) return stretch;  // nothing to copy
-    const int unit = at / of_unit, segment = at - unit * of_unit;
-    const int sliced = unit / units.column_blocks,
-              column_block = unit - sliced * units.column_blocks;
-    const int pass = segment / units.segments;
-    const int place = (sliced - first_sliced) * units.passes + pass;
-    const longlong2 matrix = place < kKeptMatrices ? kept[place] : matrix_of(sliced, pass);
-    const int first_block = (segment - pass * units.segments) * kSegmentBlocks;
-    const int groups = groups_of_segment(segment - pass * units.segments, units.blocks);
-    stretch.tile_words = static_cast<int>(matrix.y);
-    stretch.codebook = kDown                     ? m.down.codebook
-                       : pass + 1 < units.passes ? m.gate.codebook
-                                                 : m.up.codebook;
-    stretch.first = first_group_of(warp, groups);
-    stretch.last = first_group_of(warp + 1, groups);
-    const int64_t k_tile = static_cast<int64_t>(first_block) * 8 + stretch.first * kExpertGroup;
-    const int tile_bytes = stretch.tile_words * 2;
-    stretch.row_bytes = static_cast<uint32_t>(units.column_blocks * 8 * tile_bytes);
-    stretch.tiles = reinterpret_cast<const char*>(m.packed + matrix.x) +
-                    k_tile * stretch.row_bytes + column_block * 8 * tile_bytes;
-    const int64_t rows = two_rotations ? sliced * 2 + pass : sliced;
-    stretch.x = reinterpret_cast<const char*>(kDown ? s.inner : s.x) +
-                (rows * units.blocks * 8 + k_tile) * Shape::kX;
-    stretch.scales =
-        (kDown ? s.inner_scales : s.x_scales) + (rows * units.blocks + first_block) * kRows;
-    return stretch;
-  };
-
-  Stretch now = stretch_of(begin);
-  fill_ring<Shape>(now, ring, policy, true, false);
+  const uint64_t policy = evict_first();
+  fill_ring<Shape>(pieces[0], policy, true, false);
   if constexpr (kDown) wait_for_previous_kernel();
-  fill_ring<Shape>(now, ring, policy, false, true);
-  uint32_t stage = ring;
-  float4 held[2][kRowGroups] = {};  // this thread's quads of the unit's sums, of gate and of up
+  fill_ring<Shape>(pieces[0], policy, false, true);
+  uint32_t stage = ring_of_warp<Shape>();
+  float4 held[2 * kRowGroups];  // this thread's quads of the unit's sums, of gate and of up
   for (int at = begin; at < stop; ++at) {
-    const Stretch after = stretch_of(at + 1);
-    const Summed<kRowGroups> summed =
-        multiply_any<kExact, kTerms, kRowGroups>(now, after, ring, stage, policy, parts);
-    now = after;
-    stage = summed.stage;
-
-    const int unit = at / of_unit, segment = at - unit * of_unit;
-    const int pass = segment / units.segments;
+    const int number = static_cast<unsigned>(at - begin) % kKeptPieces;
+    const Piece& piece = pieces[number];
+    const int unit = piece.unit, segment = piece.segment;
+    const int pass = segment < units.segments ? 0 : 1;
     const bool whole = begin <= unit * of_unit && (unit + 1) * of_unit <= stop;
+    stage = multiply_any<kExact, kTerms, kRowGroups>(number, stage, held + pass * kRowGroups,
+                                                     !whole || segment == pass * units.segments);
+    // Nobody reads the other half any more, since the sums have met.
+    if (number % (kKeptPieces / 2) == 0) make_pieces(at + kKeptPieces / 2);
+
     const auto part_of = [&](int block, int of_segment) {
       // A block's stretch begins in the unit of its first slot; any other that it does not have to itself
       // is its last, and has the second.
@@ -346,20 +380,10 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
              ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums +
              threadIdx.x;
     };
+    if (!whole) {
 #pragma unroll
-    for (int r = 0; r < kRowGroups; ++r) {
-      if (!whole) {
-        __stcg(part_of(blockIdx.x, segment) + r * kUnitQuads, summed.quads[r]);
-        continue;
-      }
-#pragma unroll
-      for (int of_pass = 0; of_pass < 2; ++of_pass) {
-        if (of_pass != pass) continue;
-        if (segment > pass * units.segments)
-          held[of_pass][r] = add(held[of_pass][r], summed.quads[r]);
-        else
-          held[of_pass][r] = summed.quads[r];
-      }
+      for (int r = 0; r < kRowGroups; ++r)
+        __stcg(part_of(blockIdx.x, segment) + r * kUnitQuads, held[pass * kRowGroups + r]);
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
     __syncthreads();
@@ -371,41 +395,28 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
       const bool last_to_come = *flag != 0;
       __syncthreads();
       if (!last_to_come) continue;
-#pragma unroll
-      for (int of_pass = 0; of_pass < 2; ++of_pass) {
-        if (of_pass == units.passes) break;
+      for (int of_pass = 0; of_pass < units.passes; ++of_pass) {
 #pragma unroll
         for (int r = 0; r < kRowGroups; ++r) {
+          float4 sum;
           for (int i = 0; i < units.segments; ++i) {
             const int of_segment = of_pass * units.segments + i;
             const float4 part =
                 __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) + r * kUnitQuads);
-            if (i == 0)
-              held[of_pass][r] = part;
-            else
-              held[of_pass][r] = add(held[of_pass][r], part);
+            sum = i == 0 ? part : add(sum, part);
           }
+          held[of_pass * kRowGroups + r] = sum;
         }
       }
     }
-#pragma unroll
-    for (int of_pass = 0; of_pass < 2; ++of_pass) {
-#pragma unroll
-      for (int r = 0; r < kRowGroups; ++r)
-        parts[of_pass * kSums + r * kUnitQuads + threadIdx.x] = held[of_pass][r];
-    }
+    for (int i = 0; i < units.passes * kRowGroups; ++i)
+      parts[i * kUnitQuads + threadIdx.x] = held[i];
     __syncthreads();
-    const int sliced = unit / units.column_blocks,
-              column_block = unit - sliced * units.column_blocks;
-    const int row_block = sliced / slices;
-    const int64_t matrix =
-        static_cast<int64_t>(s.expert[row_block]) * slices + (sliced - row_block * slices);
-
     // ---- the unit's sums are complete: a warp finishes a row ---------------------------------------
+    const int column_block = piece.column_block, rows = piece.rows;
+    const int64_t matrix = piece.matrix, slices = m.slices;
     const int feature = column_block * 128 + lane * 4;
-    for (int row = warp; row < kRows; row += kExpertWarps) {
-      const int slot = row_block * kRows + row;
-      if (s.route[slot] < 0) continue;
+    for (int row = warp; row < rows; row += kExpertWarps) {
       const auto sums_of = [&](int of_pass, float (&z)[4]) {
         const float* const sums =
             reinterpret_cast<const float*>(parts + of_pass * kSums + row / 8 * kUnitQuads);
@@ -416,21 +427,19 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
       if constexpr (kDown) {
         sums_of(0, u);
         finish_linear(m.down, matrix, feature, u);
-        *reinterpret_cast<float4*>(
-            s.results +
-            (static_cast<int64_t>(slot) * slices + sliced - row_block * slices) * m.hidden +
-            feature) = float4{u[0], u[1], u[2], u[3]};
+        const int64_t slot = static_cast<int64_t>(piece.row_block) * kRows + row;
+        *reinterpret_cast<float4*>(s.results + (slot * slices + piece.slice) * m.hidden + feature) =
+            float4{u[0], u[1], u[2], u[3]};
       } else {
         sums_of(units.passes - 1, u);
         if (units.passes == 2) sums_of(0, g);
         finish_inner(m, matrix, feature, g, u);
         float suh[4];
         load_scales(vector_of(m.down.suh, matrix), column_block, suh);
-        write_fragments(u, suh,
-                        s.inner + static_cast<int64_t>(sliced) * units.column_blocks * 8 * kTerms *
-                                      kRowGroups * 64,
-                        s.inner_scales + static_cast<int64_t>(sliced) * units.column_blocks * kRows,
-                        column_block, row, kRowGroups, kTerms);
+        const int64_t first_block = (piece.row_block * slices + piece.slice) * units.column_blocks;
+        write_fragments(u, suh, s.inner + first_block * 8 * kTerms * kRowGroups * 64,
+                        s.inner_scales + first_block * kRows, column_block, row, kRowGroups,
+                        kTerms);
       }
     }
   }

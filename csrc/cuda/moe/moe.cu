@@ -44,6 +44,7 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int terms, 
   s.row_groups = row_groups;
   s.count = arena.take<int>(2);
   s.expert = arena.take<int>(row_blocks);
+  s.rows = arena.take<int>(row_blocks);
   s.first = arena.take<int>(row_blocks);
   s.matrices = arena.take<longlong2>(row_blocks * z.slices * 3);
   s.route = arena.take<int>(s.slots);

@@ -32,6 +32,7 @@ struct MoeScratch {
   int row_groups;            // eights of rows in a row block
   int* count;                // row blocks there are; for tiles, slots
   int* expert;               // [row blocks]
+  int* rows;                 // [row blocks]: that are not padding
   int* first;                // for tiles: [row blocks]: slot
   longlong2* matrices;       // [row blocks][slices][gate, up, down]: as in the table
   int* route;                // [slots], -1: padding

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kSortThreads)
     starts[e] = slot_of_first;
     for (int b = 0; b < row_blocks_of(e); ++b, ++row_block) {
       s.expert[row_block] = e;
+      s.rows[row_block] = min(rows, counts[e] - b * rows);
       s.first[row_block] = slot_of_first + b * rows;
     }
     for (int r = counts[e]; r < slots; ++r) s.route[slot_of_first + r] = -1;
