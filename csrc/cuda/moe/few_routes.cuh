@@ -22,6 +22,27 @@ struct alignas(16) FewSorted {
 };
 static_assert(sizeof(FewSorted) == kFewSortedBytes);
 
+// Neighbouring tiles of one matrix that are multiplied at a time. Lanes of the first warp make them ahead, since where
+// they lie takes divisions and loads that would otherwise stand between any two of them.
+struct FewPiece {
+  const char* packed;  // of the first tile at k = 0
+  uint32_t row_bytes;  // from one k tile to the next
+  uint8_t tile_words, codebook;
+  uint8_t count;     // tiles; 0 behind the block's last ones
+  uint8_t rows;      // of the row block
+  uint16_t inverse;  // of count, for row_of
+  int16_t row_block;
+  int slice, pass, first;  // pass: gate or up; first: of the matrix's tiles
+
+  // Which row a sum is of, where rows have 16 * count each: exact for up to 1,024 sums.
+  __device__ __forceinline__ int row_of(int sum) const { return sum / 16 * inverse >> 9; }
+};
+constexpr int kFewPieces = 8;  // that a block keeps
+// Made before anything else, and after each as many as that. By then their places have been read by all, and their
+// first reader is two meetings of the sums away.
+constexpr int kFewFirstPieces = 3, kFewMorePieces = 4;
+static_assert(kFewFirstPieces + kFewMorePieces <= kFewPieces);
+
 // Shared memory of a block; what its rows need follows (FewRows).
 struct FewShared {
   uint32_t rings[kExpertWarps][kFewStages * kFewStageBytes / 4];
@@ -33,20 +54,29 @@ struct FewShared {
   // Of a block whose share is cut by costs: those of a warp's row blocks, and its first tile and the one behind the last.
   int cost_of_warp[kExpertWarps];
   int share[2];
+  FewPiece pieces[kFewPieces];
+  int next_piece;  // the tile with which the next piece to be made begins
+  int blocks;      // 128-blocks of K
+  int most_rows;   // of a row block
 };
 static_assert(sizeof(FewShared) <= kFewFixedBytes);
 static_assert(kFewRoutes == kExpertWarps * 32 && kFewRoutes <= 256,
               "a thread sorts a route, a byte names it");
+
+__device__ __forceinline__ FewShared& few_shared() {
+  extern __shared__ __align__(128) uint32_t few_memory[];
+  return *reinterpret_cast<FewShared*>(few_memory);
+}
 
 struct FewRows {
   float* scales;  // [128-blocks][8]
   float* parts;   // [warps][rows][kFewPartFeatures]: their sums
   uint4* x;       // [terms][k tiles][rows][2]: a row's pieces (FewScratch::rows)
 
-  __device__ FewRows(uint32_t* shared, int blocks, int most_rows)
-      : scales(reinterpret_cast<float*>(shared + kFewFixedBytes / 4)),
-        parts(scales + blocks * 8),
-        x(reinterpret_cast<uint4*>(parts + kExpertWarps * most_rows * kFewPartFeatures)) {}
+  __device__ explicit FewRows(FewShared& s)
+      : scales(reinterpret_cast<float*>(reinterpret_cast<char*>(&s) + kFewFixedBytes)),
+        parts(scales + s.blocks * 8),
+        x(reinterpret_cast<uint4*>(parts + kExpertWarps * s.most_rows * kFewPartFeatures)) {}
 };
 
 // What there are of tiles in a launch, laid end to end: by row block, slice, matrix (gate, up), then feature.
@@ -68,7 +98,8 @@ struct FewMatrix {
 template <bool kDown>
 __device__ __forceinline__ FewMatrix few_matrix(const Moe& m, int number) {
   const int passes = FewTiles<kDown>(m).passes, slices = static_cast<int>(m.slices);
-  const int sliced = number / passes, row_block = sliced / slices, pass = number - sliced * passes;
+  const int sliced = passes == 2 ? number / 2 : number, pass = passes == 2 ? number % 2 : 0;
+  const int row_block = slices == 1 ? sliced : sliced / slices;
   return {row_block, sliced - row_block * slices, pass, kDown ? 2 : passes == 1 ? 1 : pass};
 }
 
@@ -83,28 +114,56 @@ __device__ __forceinline__ longlong2 few_entry(const Moe& m, const FewSorted& so
                matrix.slice);
 }
 
-// Neighbouring tiles of one matrix that are multiplied at a time.
-struct Chunk {
-  int matrix, first, count;
-  const char* packed;  // of the matrix
-  int tile_words;
-};
-
-template <bool kDown>
-__device__ __forceinline__ Chunk chunk_at(const Moe& m, const FewSorted& sorted, int of_matrix,
-                                          int at, int stop) {
-  Chunk c = {};
-  if (at >= stop) return c;
-  c.matrix = at / of_matrix;
-  c.first = at - c.matrix * of_matrix;
-  const longlong2 entry = few_entry<kDown>(m, sorted, c.matrix);
-  c.packed = reinterpret_cast<const char*>(m.packed + entry.x);
-  c.tile_words = static_cast<int>(entry.y);
-  const int left = min(stop - at, of_matrix - c.first), most = few_tiles_of(c.tile_words);
-  // Two chunks of about four rather than one of six and a rest.
+// How many tiles from `first` on are multiplied at a time, of `left` there are.
+__device__ __forceinline__ int few_count(int tile_words, int left) {
+  const int most = few_tiles_of(tile_words);
+  // Two pieces of about four rather than one of six and a rest.
   const bool takes_most = left == most || left >= (most == kFewTiles ? most : most + 3);
-  c.count = takes_most ? most : left >= 4 ? 4 : left;
-  return c;
+  return takes_most ? most : left >= 4 ? 4 : left;
+}
+
+// Pieces `number` and on, a lane each of the first warp, as many as `made`: of a block whose tiles end before `stop`.
+template <bool kDown>
+__device__ __forceinline__ void make_few_pieces(const Moe& m, FewShared& s, int number, int made,
+                                                int stop) {
+  const int lane = threadIdx.x % 32;
+  const FewTiles<kDown> tiles(m);
+  int at = s.next_piece;
+  __syncwarp();
+  if (lane >= made) return;
+  FewPiece piece = {};
+  piece.tile_words = 64;
+  int matrix = at / tiles.of_matrix, first = at - matrix * tiles.of_matrix;
+  longlong2 entry = {};
+  const auto count = [&] {
+    if (at >= stop) return 0;
+    return few_count(static_cast<int>(entry.y), min(stop - at, tiles.of_matrix - first));
+  };
+  if (at < stop) entry = few_entry<kDown>(m, s.sorted, matrix);
+  for (int i = 0; i < lane && at < stop; ++i) {
+    const int before = count();
+    at += before, first += before;
+    if (first < tiles.of_matrix) continue;
+    ++matrix, first = 0;
+    if (at < stop) entry = few_entry<kDown>(m, s.sorted, matrix);
+  }
+  if (at < stop) {
+    const FewMatrix which = few_matrix<kDown>(m, matrix);
+    piece.count = static_cast<uint8_t>(count());
+    piece.tile_words = static_cast<uint8_t>(entry.y);
+    piece.codebook = static_cast<uint8_t>(which.which == 2   ? m.down.codebook
+                                          : which.which == 1 ? m.up.codebook
+                                                             : m.gate.codebook);
+    piece.row_bytes = static_cast<uint32_t>(tiles.of_matrix * piece.tile_words * 2);
+    piece.packed = reinterpret_cast<const char*>(m.packed + entry.x) + first * piece.tile_words * 2;
+    // 512 over it, rounded up.
+    piece.inverse = static_cast<uint16_t>(1.0f + __fdividef(511.5f, piece.count));
+    piece.row_block = static_cast<int16_t>(which.row_block);
+    piece.rows = s.sorted.rows[which.row_block];
+    piece.slice = which.slice, piece.pass = which.pass, piece.first = first;
+  }
+  s.pieces[(number + lane) % kFewPieces] = piece;
+  if (lane == made - 1) s.next_piece = at + piece.count;
 }
 
 // What a tile of a rate takes, in tenths of one of 4 bits, by measurement: a digit for every 8 words from 16 on (1, 1.5,
@@ -239,8 +298,17 @@ struct FewCopies {
   const char* from;    // this lane's first 16 bytes
   uint32_t row_bytes;  // from one k tile to the next
   uint32_t bytes;      // of a k tile
-  int tile_words;
   int groups;
+
+  __device__ __forceinline__ FewCopies(const FewPiece& piece, int segment, int blocks) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int all = groups_of_segment(segment, blocks), first = first_group_of(warp, all);
+    groups = piece.count == 0 ? 0 : first_group_of(warp + 1, all) - first;
+    row_bytes = piece.row_bytes;
+    bytes = static_cast<uint32_t>(piece.count * piece.tile_words * 2);
+    from = piece.packed + lane * 16 +
+           static_cast<int64_t>(segment * kSegmentBlocks * 8 + first * kExpertGroup) * row_bytes;
+  }
 };
 
 // A group into the stage at `to`. kBytes: of a k tile at most, and from one to the next in a stage.
@@ -259,8 +327,9 @@ __device__ __forceinline__ void copy_group(const char* from, const FewCopies& c,
 }
 
 // Starts the copies of the first groups, one for each stage of the ring.
-__device__ __forceinline__ void fill_few(const FewCopies& c, uint32_t ring, uint64_t policy) {
-  const uint32_t bytes = few_tiles_of(c.tile_words) * c.tile_words * 2,
+__device__ __forceinline__ void fill_few(const FewCopies& c, int tile_words, uint32_t ring,
+                                         uint64_t policy) {
+  const uint32_t bytes = few_tiles_of(tile_words) * tile_words * 2,
                  lane_bytes = threadIdx.x % 32 * 16;
 #pragma unroll 1
   for (int stage = 0; stage < kFewStages; ++stage) {
@@ -277,24 +346,14 @@ __device__ __forceinline__ void fill_few(const FewCopies& c, uint32_t ring, uint
   }
 }
 
-// The rows that belong to them.
-struct FewFragments {
-  int first;            // group of the segment
-  int rows;             // of the row block
-  uint32_t x;           // this lane's pair of fragments of the first k tile, in shared memory
-  uint32_t x_terms;     // bytes from it to what it leaves
-  const float* scales;  // of the segment's first 128-block
-};
-
 // Multiplies kTiles tiles, of which the last may be nobody's: tiles are not told apart at run time, since branches
 // between them would keep the instructions of one from hiding those of another. The first groups are in the ring or on
-// their way, from `stage` on; the last ones make room for those that come `after`, so that the memory does not rest.
-// Leaves the warp's sums in `parts` and returns where in the ring the next ones are. A function rather than inlined,
-// since a kernel has one for each rate and codebook.
+// their way, from `stage` on; the last ones make room for those that come after, so that the memory does not rest.
+// Leaves the warp's sums of kept piece `number` and a segment among the parts, and returns where in the ring the next
+// ones are. A function rather than inlined, since a kernel has one for each rate and codebook; so it is given little,
+// which goes by registers.
 template <int kTileWords, int kCodebook, bool kPacked, int kTerms, int kTiles>
-__device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewFragments f,
-                                              const FewCopies after, uint32_t ring, uint32_t stage,
-                                              uint64_t policy, float* parts) {
+__device__ __noinline__ uint32_t multiply_few(int number, int segment, uint32_t stage) {
   constexpr uint32_t kTileBytes = kTileWords * 2,
                      kKTileBytes = few_tiles_of(kTileWords) * kTileBytes;
   constexpr uint32_t kStageBytes = kExpertGroup * kKTileBytes;
@@ -304,23 +363,41 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
   const uint32_t lane_bytes = hold(lane * 16u);
   const Hash hash = hash_for<kCodebook>();
   const PowersOfTwo powers = held_powers_of_two();
-  const uint32_t x_row_bytes = static_cast<uint32_t>(f.rows) * 32;
-  uint32_t x_at = f.x;
+  FewShared& s = few_shared();
+  const FewPiece& piece = s.pieces[number];
+  const int blocks = s.blocks, warp = threadIdx.x / 32;
+  const bool is_last = segment + 1 == segments_of(blocks);
+  const FewPiece& after = is_last ? s.pieces[(number + 1) % kFewPieces] : piece;
+  const int segment_after = is_last ? 0 : segment + 1;
+  const uint32_t ring = shared_address(s.rings[warp]);
+  const uint64_t policy = evict_first();
 
-  FewCopies next = copies;
+  const int rows = piece.rows;
+  const int first = first_group_of(warp, groups_of_segment(segment, blocks));
+  const FewRows of_rows(s);
+  const float* const segment_scales = of_rows.scales + segment * kSegmentBlocks * 8;
+  const uint32_t x_row_bytes = static_cast<uint32_t>(rows) * 32;
+  const uint32_t x_terms = static_cast<uint32_t>(blocks * 8 * rows * 32);
+  // This lane's pair of fragments. Columns of the product that no row has may be anything.
+  uint32_t x_at =
+      shared_address(of_rows.x) + lane % 4 * 8 +
+      ((segment * kSegmentBlocks * 8 + first * kExpertGroup) * rows + min(lane / 4, rows - 1)) * 32;
+
+  FewCopies next(piece, segment, blocks);
   const char* from =
-      copies.from + static_cast<uint64_t>(copies.row_bytes) * (kFewStages * kExpertGroup);
-  int to_copy = copies.groups - kFewStages;
+      next.from + static_cast<uint64_t>(next.row_bytes) * (kFewStages * kExpertGroup);
+  const int groups = next.groups;
+  int to_copy = groups - kFewStages;
   const bool follows =
       to_copy >= 0 && after.tile_words == kTileWords;  // in the same ring, stage after stage
   bool to_follow = follows;
 
   float sums[1][kTiles][4] = {};
   RowUnits units;
-  for (int i = 0; i < copies.groups; ++i) {
-    const int group = f.first + i;
+  for (int i = 0; i < groups; ++i) {
+    const int group = first + i;
     if (i == 0 || group % kBlockGroups == 0) {  // a block of 128 inputs begins
-      const float* const scales = f.scales + group / kBlockGroups * 8;
+      const float* const scales = segment_scales + group / kBlockGroups * 8;
       units.begin_block(i == 0, lane, *reinterpret_cast<const float2*>(scales + lane % 4 * 2),
                         *reinterpret_cast<const float2*>(scales + lane / 8 * 2), sums[0]);
     }
@@ -331,7 +408,7 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
       uint2 x[kTerms];
 #pragma unroll
       for (int term = 0; term < kTerms; ++term)
-        x[term] = units.shrunk(load_shared_pair(x_at + term * f.x_terms));
+        x[term] = units.shrunk(load_shared_pair(x_at + term * x_terms));
       x_at += x_row_bytes;
       uint32_t own[4] = {};
 #pragma unroll
@@ -342,7 +419,8 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
     }
     __syncwarp();  // everybody has read the stage before it is filled again
     if (to_copy == 0 && to_follow) {
-      next = after, from = after.from, to_copy = after.groups;
+      next = FewCopies(after, segment_after, blocks);
+      from = next.from, to_copy = next.groups;
       to_follow = false;
     }
     if (to_copy > 0) {
@@ -355,14 +433,15 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
   }
   if (!follows) {
     stage = ring;
-    fill_few(after, ring, policy);
+    fill_few(FewCopies(after, segment_after, blocks), after.tile_words, ring, policy);
   }
 
+  float* const parts = of_rows.parts + warp * rows * kFewPartFeatures;
   __syncthreads();  // whoever still read what was there before has done so
   const int row = lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (row + i >= f.rows) break;
+    if (row + i >= rows) break;
     float* const to = parts + (row + i) * kFewPartFeatures + lane / 4;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -375,19 +454,19 @@ __device__ __noinline__ uint32_t multiply_few(const FewCopies copies, const FewF
 
 // Of a single tile, two: the second is nobody's.
 template <bool kPacked, int kTerms>
-__device__ __forceinline__ uint32_t multiply_few_any(int codebook, int count,
-                                                     const FewCopies& copies, const FewFragments& f,
-                                                     const FewCopies& after, uint32_t ring,
-                                                     uint32_t stage, uint64_t policy,
-                                                     float* parts) {
-  return with_rate(copies.tile_words, [&](auto words) {
-    return with_codebook<words.value>(codebook, [&](auto book) {
+__device__ __forceinline__ uint32_t multiply_few_any(int number, int segment, uint32_t stage) {
+  const FewPiece& piece = few_shared().pieces[number];
+  return with_rate(piece.tile_words, [&](auto words) {
+    return with_codebook<words.value>(piece.codebook, [&](auto book) {
       constexpr int kTileWords = decltype(words)::value, kCodebook = decltype(book)::value;
+      constexpr bool kAsPacked = kPacked || kCodebook == kMul1;
       const auto multiply = [&](auto tiles) {
-        return multiply_few < kTileWords, kCodebook, kPacked || kCodebook == kMul1, kTerms,
-               decltype(tiles)::value > (copies, f, after, ring, stage, policy, parts);
+        constexpr int kTiles = decltype(tiles)::value;
+        return multiply_few<kTileWords, kCodebook, kAsPacked, kTerms, kTiles>(number, segment,
+                                                                              stage);
       };
       constexpr int kMost = few_tiles_of(kTileWords);
+      const int count = piece.count;
       if constexpr (kMost > 4)
         if (count == kMost) return multiply(std::integral_constant<int, kMost>{});
       if (count == 4) return multiply(std::integral_constant<int, 4>{});
@@ -404,28 +483,24 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
     few_routes_kernel(const __grid_constant__ Moe m, const FewScratch scratch,
                       const int most_rows) {
   constexpr int kTerms = kExact ? 2 : 1;
-  extern __shared__ __align__(128) uint32_t shared[];
-  FewShared& s = *reinterpret_cast<FewShared*>(shared);
+  FewShared& s = few_shared();
   const FewTiles<kDown> tiles(m);
-  const FewRows of_rows(shared, tiles.blocks, most_rows);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t ring = shared_address(s.rings[warp]);
-  const uint64_t policy = evict_first();
+  if (threadIdx.x == 0) s.blocks = tiles.blocks, s.most_rows = most_rows;
 
   // What is read before the wait has been there since the launch in front of this one passed its own: inputs, and for
   // down what gate and up have left. By then nobody reads what an earlier call's has sorted, either.
   let_next_kernel_start();
   FewSorted& sorted = s.sorted;
-  uint4* const pieces = reinterpret_cast<uint4*>(&sorted);
-  constexpr unsigned kPieces = sizeof(FewSorted) / sizeof(uint4);
+  uint4* const quads = reinterpret_cast<uint4*>(&sorted);
+  constexpr unsigned kQuads = sizeof(FewSorted) / sizeof(uint4);
   if constexpr (kDown) {
-    for (unsigned i = threadIdx.x; i < kPieces; i += blockDim.x)
-      pieces[i] = __ldcg(scratch.sorted + i);
+    for (unsigned i = threadIdx.x; i < kQuads; i += blockDim.x)
+      quads[i] = __ldcg(scratch.sorted + i);
     __syncthreads();
   } else {
     sort_few_routes(m, most_rows, s);
-    for (unsigned i = threadIdx.x; blockIdx.x == 0 && i < kPieces; i += blockDim.x)
-      scratch.sorted[i] = pieces[i];
+    for (unsigned i = threadIdx.x; blockIdx.x == 0 && i < kQuads; i += blockDim.x)
+      scratch.sorted[i] = quads[i];
   }
 
   const int total = sorted.row_blocks * static_cast<int>(m.slices) * tiles.passes * tiles.of_matrix;
@@ -436,43 +511,33 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
     begin = s.share[0], stop = s.share[1];
   }
 
-  // A chunk is gone through segment by segment.
-  const int segments = segments_of(tiles.blocks);
-  const auto copies_of = [&](const Chunk& c, int segment) {
-    const int groups = groups_of_segment(segment, tiles.blocks),
-              first = first_group_of(warp, groups);
-    FewCopies copies;
-    copies.tile_words = c.tile_words;
-    copies.groups = c.count == 0 ? 0 : first_group_of(warp + 1, groups) - first;
-    copies.bytes = static_cast<uint32_t>(c.count * c.tile_words * 2);
-    copies.row_bytes = static_cast<uint32_t>(tiles.of_matrix * c.tile_words * 2);
-    copies.from = c.packed +
-                  static_cast<int64_t>(segment * kSegmentBlocks * 8 + first * kExpertGroup) *
-                      copies.row_bytes +
-                  c.first * c.tile_words * 2 + lane * 16;
-    return copies;
-  };
-  Chunk chunk = chunk_at<kDown>(m, sorted, tiles.of_matrix, begin, stop);
-  FewCopies copies = copies_of(chunk, 0);
-  fill_few(copies, ring, policy);
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) s.next_piece = begin;
+    __syncwarp();
+    make_few_pieces<kDown>(m, s, 0, kFewFirstPieces, stop);
+  }
+  __syncthreads();
+  uint32_t stage = shared_address(s.rings[threadIdx.x / 32]);
+  fill_few(FewCopies(s.pieces[0], 0, tiles.blocks), s.pieces[0].tile_words, stage, evict_first());
   wait_for_previous_kernel();
 
+  const FewRows of_rows(s);
+  const int segments = segments_of(tiles.blocks);
+  const int64_t slices = m.slices;
   const bool two_rotations = !kDown && !one_rotation(m);
   int prepared = -1;
-  uint32_t stage = ring;
-  for (int at = begin; at < stop;) {
-    const Chunk c = chunk;
-    const FewMatrix matrix = few_matrix<kDown>(m, c.matrix);
-    const int rows = sorted.rows[matrix.row_block];
-    const int wanted = two_rotations ? c.matrix : c.matrix / tiles.passes;
+  for (int number = 0; s.pieces[number % kFewPieces].count > 0; ++number) {
+    const FewPiece& piece = s.pieces[number % kFewPieces];
+    const int rows = piece.rows, row_block = piece.row_block, slice = piece.slice;
+    const uint8_t* const routes = sorted.route[row_block];
+    const int rotation = two_rotations ? piece.pass : 0;
+    const int wanted = (row_block * static_cast<int>(slices) + slice) * 2 + rotation;
     if (wanted != prepared) {
       prepared = wanted;
       // What was there before has been read: sums have met since.
       const int row_pieces = tiles.blocks * 16 * kTerms;
       for (int row = 0; row < rows; ++row) {
-        const int64_t place = (sorted.route[matrix.row_block][row] * m.slices + matrix.slice) *
-                                  (two_rotations ? 2 : 1) +
-                              (two_rotations ? matrix.pass : 0);
+        const int64_t place = (routes[row] * slices + slice) * (two_rotations ? 2 : 1) + rotation;
         const uint4* const from = scratch.rows[kDown] + place * row_pieces;
         for (int i = threadIdx.x; i < row_pieces; i += kExpertWarps * 32)
           of_rows.x[(i / 2 * rows + row) * 2 + i % 2] = __ldcg(from + i);
@@ -483,52 +548,32 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
       __syncthreads();
     }
 
-    const int codebook = matrix.which == 2   ? m.down.codebook
-                         : matrix.which == 1 ? m.up.codebook
-                                             : m.gate.codebook;
-    const int features = c.count * 16;
     float held[kFewHeld] = {};  // this thread's sums
     for (int segment = 0; segment < segments; ++segment) {
-      if (segment + 1 == segments)
-        chunk = chunk_at<kDown>(m, sorted, tiles.of_matrix, at + c.count, stop);
-      const FewCopies after = copies_of(chunk, segment + 1 == segments ? 0 : segment + 1);
-      FewFragments f;
-      f.first = first_group_of(warp, groups_of_segment(segment, tiles.blocks));
-      f.rows = rows;
-      const int k_tile = segment * kSegmentBlocks * 8 + f.first * kExpertGroup;
-      // Columns of the product that no row has may be anything.
-      f.x =
-          shared_address(of_rows.x) + (k_tile * rows + min(lane / 4, rows - 1)) * 32 + lane % 4 * 8;
-      f.x_terms = static_cast<uint32_t>(tiles.blocks * 8 * rows * 32);
-      f.scales = of_rows.scales + segment * kSegmentBlocks * 8;
-      stage =
-          multiply_few_any<kExact, kTerms>(codebook, c.count, copies, f, after, ring, stage, policy,
-                                           of_rows.parts + warp * rows * kFewPartFeatures);
-      copies = after;
+      stage = multiply_few_any<kExact, kTerms>(number % kFewPieces, segment, stage);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kFewHeld; ++i) {
-        const int own = threadIdx.x + i * kExpertWarps * 32, row = own / features;
+        const int own = threadIdx.x + i * kExpertWarps * 32, row = piece.row_of(own);
         if (row >= rows) break;
-        const float* const part = of_rows.parts + row * kFewPartFeatures + own - row * features;
+        const float* const part =
+            of_rows.parts + row * kFewPartFeatures + own - row * (piece.count * 16);
         float sum = part[0];
 #pragma unroll
         for (int d = 1; d < kExpertWarps; ++d) sum += part[d * rows * kFewPartFeatures];
         held[i] = segment == 0 ? sum : held[i] + sum;
       }
     }
+    if (number % kFewMorePieces == 0 && threadIdx.x < 32)
+      make_few_pieces<kDown>(m, s, number + kFewFirstPieces, kFewMorePieces, stop);
 #pragma unroll
     for (int i = 0; i < kFewHeld; ++i) {
-      const int own = threadIdx.x + i * kExpertWarps * 32, row = own / features;
+      const int own = threadIdx.x + i * kExpertWarps * 32, row = piece.row_of(own);
       if (row >= rows) break;
-      const int64_t of_route =
-          (sorted.route[matrix.row_block][row] * m.slices + matrix.slice) * tiles.passes +
-          matrix.pass;
-      (kDown ? scratch.results
-             : scratch.sums)[(of_route * tiles.of_matrix + c.first) * 16 + own - row * features] =
-          held[i];
+      const int64_t of_route = (routes[row] * slices + slice) * tiles.passes + piece.pass;
+      (kDown ? scratch.results : scratch.sums)[(of_route * tiles.of_matrix + piece.first) * 16 +
+                                               own - row * (piece.count * 16)] = held[i];
     }
-    at += c.count;
   }
 }
 
