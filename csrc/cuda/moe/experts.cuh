@@ -1,18 +1,17 @@
 // The products of routed experts, gate and up with the activation or down, for up to 16 rows of an expert
 // at a time.
 //
-// A unit is a row block's 128 output features of one slice: its gate and up (or down alone), each cut into
-// segments of K. The segments of all units are laid end to end and dealt to the thread blocks in equal
-// stretches; how many there are is known on the device alone. In a segment the warps share K, each with a ring
-// of packed tiles and fragments of its own; their sums meet in shared memory. A unit that lies in several
-// stretches is finished by whichever block comes last. Sums are added in an order that depends on K alone,
-// neither on the number of rows nor on who adds them.
+// The pieces of all units (shares.cuh) are dealt to the thread blocks; how many there are is known on the device
+// alone. In a piece the warps share K, each with a ring of packed tiles and fragments of its own; their sums meet
+// in shared memory. A unit that lies in the shares of several blocks is finished by whichever comes last. Sums are
+// added in an order that depends on K alone, neither on the number of rows nor on who adds them.
 //
 // Weights are the A operand. Rows are FP16 with one scale for each 128 inputs, so no activation is too large
 // and no block of outliers costs the others anything.
 #pragma once
 
 #include "products.cuh"
+#include "shares.cuh"
 
 namespace trellis::cuda {
 
@@ -47,10 +46,11 @@ struct ExpertShape {
   // Of a warp's sums that meet at a time. Blocks of eight rows have half of the features of them, so that GPUs with
   // little shared memory can run these at least.
   static constexpr int kQuads = kRowGroups == 1 ? kUnitQuads / 2 : kUnitQuads;
-  // Shared memory: the rings, the sums that meet, pieces, a flag.
+  // Shared memory: the rings, the sums that meet, pieces, shares, a flag.
   static constexpr int kParts = kExpertWarps * kRing, kPieces = kParts + kExpertWarps * kQuads * 16;
-  static constexpr int kFlag = kPieces + kKeptPieces * static_cast<int>(sizeof(Piece));
-  static constexpr int kShared = kFlag + 16;  // bytes
+  static constexpr int kNear = kPieces + kKeptPieces * static_cast<int>(sizeof(Piece));
+  static constexpr int kFlag = kNear + (2 * Shares<false>::kNear + 1) * 4;
+  static constexpr int kShared = kFlag + 4;  // bytes
   // That a multiprocessor of sm_90 has room for.
   static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
 };
@@ -258,19 +258,6 @@ __device__ __forceinline__ uint32_t multiply_any(int number, uint32_t stage, flo
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------
-// What a unit is in this launch.
-template <bool kDown>
-struct Units {
-  int column_blocks, blocks, segments;  // 128-blocks of the output and of K; segments of one matrix
-  int passes;                           // matrices of a unit: gate and up, or one
-
-  __device__ explicit Units(const Moe& m)
-      : column_blocks(static_cast<int>((kDown ? m.hidden : m.inner) / 128)),
-        blocks(static_cast<int>((kDown ? m.inner : m.hidden) / 128)),
-        segments(segments_of(blocks)),
-        passes(!kDown && m.gate.suh.data != nullptr ? 2 : 1) {}
-};
-
 // Piece `at` of all, if it is one of [begin, stop).
 template <bool kDown, typename Shape>
 __device__ __forceinline__ Piece piece_at(const Moe& m, const MoeScratch& s,
@@ -278,15 +265,15 @@ __device__ __forceinline__ Piece piece_at(const Moe& m, const MoeScratch& s,
   Piece piece = {};
   piece.tile_words = 16;
   if (at >= stop) return piece;
-  const int slices = static_cast<int>(m.slices), of_unit = units.passes * units.segments;
-  piece.unit = at / of_unit;
-  piece.segment = at - piece.unit * of_unit;
+  const int slices = static_cast<int>(m.slices);
+  piece.unit = at / units.pieces;
+  piece.segment = at - piece.unit * units.pieces;
   const int pass = piece.segment / units.segments, of_pass = piece.segment - pass * units.segments;
   const int sliced = piece.unit / units.column_blocks;
   piece.column_block = piece.unit - sliced * units.column_blocks;
   piece.row_block = sliced / slices;
   piece.slice = sliced - piece.row_block * slices;
-  const int which = kDown ? 2 : units.passes == 1 || pass == 1 ? 1 : 0;  // of the table
+  const int which = units.which(pass);
   const longlong2 matrix = __ldcg(s.matrices + sliced * 3 + which);
   piece.rows = static_cast<uint8_t>(__ldcg(s.rows + piece.row_block));
   piece.matrix = __ldcg(s.expert + piece.row_block) * slices + piece.slice;
@@ -335,15 +322,15 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   const Units<kDown> units(m);
-  const int of_unit = units.passes * units.segments;
+  const int of_unit = units.pieces;
   // Down may start when all of gate and up have passed this wait: the sort is done by then, and what it left
   // is all that down needs to fetch its first weights.
   if constexpr (!kDown) wait_for_previous_kernel();
   let_next_kernel_start();
-  const int total = __ldcg(s.count) * static_cast<int>(m.slices) * units.column_blocks * of_unit;
-  const int share = max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
-  const int begin = min(static_cast<int>(blockIdx.x) * share, total);
-  const int stop = min(begin + share, total);
+  const Shares<kDown> shares(m, s, units, reinterpret_cast<int*>(expert_shared + Shape::kNear));
+  __syncthreads();
+  const int block = static_cast<int>(blockIdx.x);
+  const int begin = shares.begin(block), stop = shares.begin(block + 1);
   unsigned* const arrived = kDown ? s.arrived_hidden : s.arrived_inner;
 
   // Half of the kept ones, from piece `first` on. For all threads.
@@ -373,9 +360,9 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     if (number % (kKeptPieces / 2) == 0) make_pieces(at + kKeptPieces / 2);
 
     const auto part_of = [&](int block, int of_segment) {
-      // A block's stretch begins in the unit of its first slot; any other that it does not have to itself
+      // A block's share begins in the unit of its first place for parts; any other that it does not have to itself
       // is its last, and has the second.
-      const int place = block * share >= unit * of_unit ? 0 : 1;
+      const int place = shares.begin(block) >= unit * of_unit ? 0 : 1;
       return reinterpret_cast<float4*>(s.parts) +
              ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums +
              threadIdx.x;
@@ -383,14 +370,16 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     if (!whole) {
 #pragma unroll
       for (int r = 0; r < kRowGroups; ++r)
-        __stcg(part_of(blockIdx.x, segment) + r * kUnitQuads, held[pass * kRowGroups + r]);
+        __stcg(part_of(block, segment) + r * kUnitQuads, held[pass * kRowGroups + r]);
     }
     if (segment + 1 < of_unit && at + 1 < stop) continue;
     __syncthreads();
 
     if (!whole) {
-      const int from = unit * of_unit / share, to = ((unit + 1) * of_unit - 1) / share;
-      if (threadIdx.x == 0) *flag = arrive(arrived + unit) == static_cast<unsigned>(to - from);
+      if (threadIdx.x == 0) {
+        const int blocks = shares.blocks_of(unit * of_unit, (unit + 1) * of_unit);
+        *flag = arrive(arrived + unit) + 1 == static_cast<unsigned>(blocks);
+      }
       __syncthreads();
       const bool last_to_come = *flag != 0;
       __syncthreads();
@@ -401,8 +390,8 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
           float4 sum;
           for (int i = 0; i < units.segments; ++i) {
             const int of_segment = of_pass * units.segments + i;
-            const float4 part =
-                __ldcg(part_of((unit * of_unit + of_segment) / share, of_segment) + r * kUnitQuads);
+            const int whose = shares.block_of(unit * of_unit + of_segment);
+            const float4 part = __ldcg(part_of(whose, of_segment) + r * kUnitQuads);
             sum = i == 0 ? part : add(sum, part);
           }
           held[of_pass * kRowGroups + r] = sum;
@@ -447,7 +436,6 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
 
 // Both products for one number of rows; instantiated in experts_*.cu.
 template <int kRowGroups, bool kExact>
-cudaError_t launch_experts(bool down, const Moe& m, const MoeScratch& scratch, int grid,
-                           cudaStream_t stream);
+cudaError_t launch_experts(bool down, const Moe& m, const MoeScratch& scratch, cudaStream_t stream);
 
 }  // namespace trellis::cuda

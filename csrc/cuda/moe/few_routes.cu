@@ -21,7 +21,10 @@ __global__ void __launch_bounds__(kFewWarps * 32)
   const int place = at / blocks, block = at - place * blocks;
   const int sliced = place / rotations, rotation = place - sliced * rotations;
   const int route = sliced / slices, slice = sliced - route * slices;
-  if constexpr (!kDown) begin_after_previous_kernel();
+  if constexpr (kDown)
+    let_next_kernel_start();
+  else
+    begin_after_previous_kernel();
   const bool there = route < m.tokens * m.top_k;
   const int64_t id = there ? expert_of_route(m, route) : -1;
   const bool within = id >= 0 && id < m.experts;
@@ -32,8 +35,7 @@ __global__ void __launch_bounds__(kFewWarps * 32)
     prefetch(vector_of(m.down.suh, matrix) + feature);
     if (m.gate.suh.data != nullptr) prefetch(vector_of(m.gate.svh, matrix) + feature);
   }
-  if constexpr (kDown)
-    begin_after_previous_kernel();  // the products for down may now read what is sorted
+  if constexpr (kDown) wait_for_previous_kernel();
   if (!within) return;
   float v[4], suh[4];
   if constexpr (kDown) {

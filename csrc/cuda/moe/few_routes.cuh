@@ -1,7 +1,7 @@
 // Routed experts where routes are few: gate and up, or down. A step this short is made of waiting, so nobody waits who
-// need not: every block of gate and up sorts the routes by itself while their rows are rotated (few_routes.cu), takes an
-// equal share of the output tiles (16 features, all of K) and leaves raw sums. Whoever reads sums finishes them: those of
-// gate and up as rows for down (transform, activation, rotation), those of down as y (transform, routing weights).
+// need not: every block sorts the routes by itself while their rows are rotated (few_routes.cu), takes an equal share of
+// the output tiles (16 features, all of K) and leaves raw sums. Whoever reads sums finishes them: those of gate and up as
+// rows for down (transform, activation, rotation), those of down as y (transform, routing weights).
 //
 // Eight warps share K, each with a ring of packed tiles of its own; their sums meet in shared memory.
 #pragma once
@@ -12,15 +12,13 @@
 namespace trellis::cuda {
 
 // Row blocks: what one pass over an expert's weights serves.
-struct alignas(16) FewSorted {
+struct FewSorted {
   int row_blocks;
-  int mixed[2];  // whether the matrices of gate and up, or of down, differ in what a tile costs
   int expert[kFewRoutes];
   uint8_t rows[kFewRoutes], route[kFewRoutes][8];
-  // The first ones' entries of the table, gate, up, down, where experts have one slice only.
-  longlong2 kept[kFewKept][3];
+  // Their entries of the table, gate, up, down, where experts have one slice only.
+  alignas(16) longlong2 kept[kFewRoutes][3];
 };
-static_assert(sizeof(FewSorted) == kFewSortedBytes);
 
 // Neighbouring tiles of one matrix that are multiplied at a time. Lanes of the first warp make them ahead, since where
 // they lie takes divisions and loads that would otherwise stand between any two of them.
@@ -47,21 +45,13 @@ static_assert(kFewFirstPieces + kFewMorePieces <= kFewPieces);
 struct FewShared {
   uint32_t rings[kExpertWarps][kFewStages * kFewStageBytes / 4];
   FewSorted sorted;
-  // Of routes, while they are sorted: their expert, and whether they begin a row block, a bit each.
-  alignas(16) int expert_of[kFewRoutes];
-  uint32_t leaders[kFewRoutes / 32];
-  uint32_t costs[kFewRoutes / 32];  // of the row blocks of a warp's routes, a bit each
-  // Of a block whose share is cut by costs: those of a warp's row blocks, and its first tile and the one behind the last.
-  int cost_of_warp[kExpertWarps];
-  int share[2];
   FewPiece pieces[kFewPieces];
   int next_piece;  // the tile with which the next piece to be made begins
   int blocks;      // 128-blocks of K
   int most_rows;   // of a row block
 };
 static_assert(sizeof(FewShared) <= kFewFixedBytes);
-static_assert(kFewRoutes == kExpertWarps * 32 && kFewRoutes <= 256,
-              "a thread sorts a route, a byte names it");
+static_assert(kFewRoutes <= 32, "a lane sorts a route");
 
 __device__ __forceinline__ FewShared& few_shared() {
   extern __shared__ __align__(128) uint32_t few_memory[];
@@ -107,8 +97,7 @@ __device__ __forceinline__ FewMatrix few_matrix(const Moe& m, int number) {
 template <bool kDown>
 __device__ __forceinline__ longlong2 few_entry(const Moe& m, const FewSorted& sorted, int number) {
   const FewMatrix matrix = few_matrix<kDown>(m, number);
-  if (m.slices == 1 && matrix.row_block < kFewKept)
-    return sorted.kept[matrix.row_block][matrix.which];
+  if (m.slices == 1) return sorted.kept[matrix.row_block][matrix.which];
   return __ldg(reinterpret_cast<const longlong2*>(m.table) +
                (matrix.which * m.experts + sorted.expert[matrix.row_block]) * m.slices +
                matrix.slice);
@@ -166,129 +155,40 @@ __device__ __forceinline__ void make_few_pieces(const Moe& m, FewShared& s, int 
   if (lane == made - 1) s.next_piece = at + piece.count;
 }
 
-// What a tile of a rate takes, in tenths of one of 4 bits, by measurement: a digit for every 8 words from 16 on (1, 1.5,
-// 2, 2.5, 3, 3.5, 4 bits, then every other digit).
-__device__ __forceinline__ int few_cost_of(int64_t tile_words) {
-  constexpr uint64_t kCosts = 0xC0E0D0C0ABBBBBB;
-  return static_cast<int>(kCosts >> (static_cast<int>(tile_words) / 8 - 2) * 4 & 15);
-}
-
-// Shares of equal costs, where rates differ: leaves this block's in shared memory. For all threads of a block, of which
-// each has a row block. Not inlined: with a single rate, or few tiles, nobody fetches these instructions.
-template <bool kDown>
-__device__ __noinline__ void cut_by_cost(const Moe& m, FewShared& s) {
-  const FewTiles<kDown> tiles(m);
-  const FewSorted& sorted = s.sorted;
-  const int row_block = threadIdx.x, lane = row_block % 32;
-  const int matrices = static_cast<int>(m.slices) * tiles.passes;
-  const bool there = row_block < sorted.row_blocks;
-  const auto cost_of = [&](int matrix) {
-    return tiles.of_matrix *
-           few_cost_of(few_entry<kDown>(m, sorted, row_block * matrices + matrix).y);
-  };
-  int cost = 0;
-  for (int matrix = 0; there && matrix < matrices; ++matrix) cost += cost_of(matrix);
-  int end = sum_up_to_lane(cost, lane);
-  if (lane == 31) s.cost_of_warp[row_block / 32] = end;
-  if (row_block < 2) s.share[row_block] = sorted.row_blocks * matrices * tiles.of_matrix;
-  __syncthreads();
-  int all = 0;
-#pragma unroll
-  for (int warp = 0; warp < kExpertWarps; ++warp) {
-    if (warp < row_block / 32) end += s.cost_of_warp[warp];
-    all += s.cost_of_warp[warp];
-  }
-  const int blocks = static_cast<int>(gridDim.x), of_block = (all + blocks - 1) / blocks;
-#pragma unroll 1
-  for (int i = 0; there && i < 2; ++i) {
-    int within = (static_cast<int>(blockIdx.x) + i) * of_block - (end - cost);
-    if (within < 0 || within >= cost) continue;
-    int matrix = 0;
-    for (; within >= cost_of(matrix); ++matrix) within -= cost_of(matrix);
-    s.share[i] = (row_block * matrices + matrix) * tiles.of_matrix +
-                 within / (cost_of(matrix) / tiles.of_matrix);
-  }
-  __syncthreads();
-}
-
-// The lowest `count` bits; none or all where that is not within a word.
-__device__ __forceinline__ uint32_t bits_below(int count) {
-  return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
-}
-
 // A route is the row of its expert's row blocks that it is in their order, and row blocks are in the order of their
-// first routes. For all threads of a block, one a route.
-__device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, FewShared& s) {
-  const int route = threadIdx.x, lane = route % 32;
-  const int routes = static_cast<int>(m.tokens * m.top_k);
-  const int64_t id = route < routes ? expert_of_route(m, route) : -1;
-  const bool within = id >= 0 && id < m.experts;
-  // Side by side, since each comes from memory.
-  longlong2 kept[3] = {};
-  if (within && m.slices == 1) {
+// first routes. For all threads of a block.
+__device__ __forceinline__ void sort_few_routes(const Moe& m, int most_rows, FewSorted& sorted) {
+  if (threadIdx.x < 32) {
+    const int route = threadIdx.x, routes = static_cast<int>(m.tokens * m.top_k);
+    const int64_t id = route < routes ? expert_of_route(m, route) : -1;
+    const bool within = id >= 0 && id < m.experts;
+    // Side by side, since each comes from memory.
+    longlong2 kept[3] = {};
+    if (within && m.slices == 1) {
 #pragma unroll
-    for (int which = 0; which < 3; ++which)
-      kept[which] = __ldg(reinterpret_cast<const longlong2*>(m.table) + which * m.experts + id);
-  }
-  const int expert = within && m.slices == 1 ? (kept[2].y == 0 ? -1 : static_cast<int>(id))
-                     : within                ? expert_of(m, route)
-                                             : -1;
-  s.expert_of[route] = expert;
-  __syncthreads();
-  // The routes of this one's expert, a bit each; compared with all, since finding them one by one takes branches.
-  constexpr int kWords = kFewRoutes / 32;
-  uint32_t same[kWords] = {};
-  int before = 0, all = 0;
-#pragma unroll
-  for (int word = 0; word < kWords; ++word) {
-    if (expert < 0 || word * 32 >= routes) break;
-#pragma unroll
-    for (int first = 0; first < 32; first += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(s.expert_of + word * 32 + first);
-      same[word] |= (four.x == expert ? 1u : 0u) << first | (four.y == expert ? 2u : 0u) << first |
-                    (four.z == expert ? 4u : 0u) << first | (four.w == expert ? 8u : 0u) << first;
+      for (int which = 0; which < 3; ++which)
+        kept[which] = __ldg(reinterpret_cast<const longlong2*>(m.table) + which * m.experts + id);
     }
-    before += __popc(same[word] & bits_below(route - word * 32));
-    all += __popc(same[word]);
-  }
-  const bool leads = expert >= 0 && before % most_rows == 0;
-  const uint32_t leaders = __ballot_sync(0xFFFFFFFFu, leads);
-  uint32_t costs = 0;  // of gate and up, and of down
-  if (leads && m.slices == 1) {
-    costs = 1u << few_cost_of(kept[1].y) | 0x10000u << few_cost_of(kept[2].y);
-    if (m.gate.suh.data != nullptr) costs |= 1u << few_cost_of(kept[0].y);
-  }
-  costs = __reduce_or_sync(0xFFFFFFFFu, costs);
-  if (lane == 0) s.leaders[route / 32] = leaders, s.costs[route / 32] = costs;
-  __syncthreads();
-  int row_block = 0, row_blocks = 0;
+    const int expert = within && m.slices == 1 ? (kept[2].y == 0 ? -1 : static_cast<int>(id))
+                       : within                ? expert_of(m, route)
+                                               : -1;
+    const unsigned before = (1u << route) - 1;
+    const unsigned same = __match_any_sync(0xFFFFFFFFu, expert);
+    const int place = __popc(same & before);
+    const bool leads = expert >= 0 && place % most_rows == 0;
+    const unsigned leaders = __ballot_sync(0xFFFFFFFFu, leads);
+    if (leads) {
+      const int row_block = __popc(leaders & before);
+      const int rows = min(__popc(same) - place, most_rows);
+      sorted.expert[row_block] = expert;
+      sorted.rows[row_block] = static_cast<uint8_t>(rows);
 #pragma unroll
-  for (int word = 0; word < kWords; ++word) {
-    row_block += __popc(s.leaders[word] & bits_below(route - word * 32));
-    row_blocks += __popc(s.leaders[word]);
-    costs |= s.costs[word];
-  }
-  FewSorted& sorted = s.sorted;
-  if (leads) {
-    const int rows = min(all - before, most_rows);
-    sorted.expert[row_block] = expert;
-    sorted.rows[row_block] = static_cast<uint8_t>(rows);
-#pragma unroll
-    for (int which = 0; which < 3; ++which)
-      if (row_block < kFewKept) sorted.kept[row_block][which] = kept[which];
-    int row = 0;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      uint32_t left = same[word] & ~bits_below(route - word * 32);
-      for (; left != 0 && row < rows; left &= left - 1, ++row)
-        sorted.route[row_block][row] =
-            static_cast<uint8_t>(word * 32 + __ffs(static_cast<int>(left)) - 1);
+      for (int which = 0; which < 3; ++which) sorted.kept[row_block][which] = kept[which];
+      unsigned left = same & ~before;
+      for (int row = 0; row < rows; ++row, left &= left - 1)
+        sorted.route[row_block][row] = static_cast<uint8_t>(__ffs(static_cast<int>(left)) - 1);
     }
-  }
-  if (route == 0) {
-    sorted.row_blocks = row_blocks;
-    sorted.mixed[0] = m.slices > 1 || __popc(costs & 0xFFFF) > 1;
-    sorted.mixed[1] = m.slices > 1 || __popc(costs >> 16) > 1;
+    if (route == 0) sorted.row_blocks = __popc(leaders);
   }
   __syncthreads();
 }
@@ -487,30 +387,15 @@ __global__ void __launch_bounds__(kExpertWarps * 32, 2)
   const FewTiles<kDown> tiles(m);
   if (threadIdx.x == 0) s.blocks = tiles.blocks, s.most_rows = most_rows;
 
-  // What is read before the wait has been there since the launch in front of this one passed its own: inputs, and for
-  // down what gate and up have left. By then nobody reads what an earlier call's has sorted, either.
+  // What is read before the wait has been there since the op's first kernel, the rotation, passed its own: inputs. Down
+  // sorts them again rather than wait for what gate and up have sorted.
   let_next_kernel_start();
   FewSorted& sorted = s.sorted;
-  uint4* const quads = reinterpret_cast<uint4*>(&sorted);
-  constexpr unsigned kQuads = sizeof(FewSorted) / sizeof(uint4);
-  if constexpr (kDown) {
-    for (unsigned i = threadIdx.x; i < kQuads; i += blockDim.x)
-      quads[i] = __ldcg(scratch.sorted + i);
-    __syncthreads();
-  } else {
-    sort_few_routes(m, most_rows, s);
-    for (unsigned i = threadIdx.x; blockIdx.x == 0 && i < kQuads; i += blockDim.x)
-      scratch.sorted[i] = quads[i];
-  }
-
+  sort_few_routes(m, most_rows, sorted);
   const int total = sorted.row_blocks * static_cast<int>(m.slices) * tiles.passes * tiles.of_matrix;
   const int share = (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-  int begin = min(static_cast<int>(blockIdx.x) * share, total), stop = min(begin + share, total);
-  if (sorted.mixed[kDown] && share >= kFewToCut) {
-    cut_by_cost<kDown>(m, s);
-    begin = s.share[0], stop = s.share[1];
-  }
-
+  const int begin = min(static_cast<int>(blockIdx.x) * share, total);
+  const int stop = min(begin + share, total);
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) s.next_piece = begin;
     __syncwarp();

@@ -5,27 +5,22 @@
 
 namespace trellis::cuda {
 
-constexpr int kFewRoutes = 256;  // at most
-constexpr int kFewTiles = 8;     // that a warp multiplies at a time
+constexpr int kFewRoutes =
+    16;  // at most: with more, products of few rows (experts.cuh) are as fast or faster
+constexpr int kFewTiles = 8;  // that a warp multiplies at a time
 // Of a rate: as many as a kilobyte holds.
 __host__ __device__ constexpr int few_tiles_of(int tile_words) {
   return tile_words <= 64 ? kFewTiles : 512 / tile_words;
 }
-// Tiles of a block from which on it pays to cut shares by what tiles cost: that ends in the midst of matrices, which few
-// tiles feel more.
-constexpr int kFewToCut = 28;
 constexpr int kFewHeld = kFewTiles * 16 * 8 / 256;  // sums of eight rows for a thread
 constexpr int kFewStages = 3;  // of a warp's ring of packed words, each of them two k tiles
 constexpr int kFewStageBytes = 2 * kFewTiles * 128;
-constexpr int kFewKept = 128;  // row blocks whose descriptors a block has at hand
-constexpr int kFewSortedBytes = 9488;
 // Features of a row's sums: rows are so far apart that a warp's stores go to different banks.
 constexpr int kFewPartFeatures = kFewTiles * 16 + 4;
 // Shared memory of a block without what its rows need.
-constexpr int kFewFixedBytes = 59 * 1024;
+constexpr int kFewFixedBytes = 50 * 1024;
 
 struct FewScratch {
-  uint4* sorted;  // kFewSortedBytes: by gate and up, for down
   // Rotated rows of gate and up, and of down: [routes][slices][rotations][terms][k tiles][2], fragments of one row, so
   // that a lane's two pairs are neighbours; [...][128-blocks]: powers of two that they are to be multiplied by.
   uint4* rows[2];

@@ -42,7 +42,9 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int terms, 
   s.slots = tiles ? (routes / 8 + hit) * 8 : row_blocks * rows;
   s.row_blocks = static_cast<int>(row_blocks);
   s.row_groups = row_groups;
-  s.count = arena.take<int>(2);
+  s.grid = grid;
+  s.count = arena.take<int>(4);
+  s.begins = arena.take<int>(2 * (grid + 1));
   s.expert = arena.take<int>(row_blocks);
   s.rows = arena.take<int>(row_blocks);
   s.first = arena.take<int>(row_blocks);
@@ -71,7 +73,6 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int terms, 
 
 FewScratch take_few_scratch(const Sizes& z, int64_t routes, Arena& arena) {
   FewScratch s;
-  s.sorted = arena.take<uint4>(kFewSortedBytes / sizeof(uint4));
   const int64_t rows = routes * z.slices;
   for (const bool down : {false, true}) {  // two terms of two bytes; gate and up may have one each
     const int64_t inputs = down ? z.inner : 2 * z.hidden;
@@ -106,19 +107,20 @@ int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
   return std::max(most, arena.bytes());
 }
 
-cudaError_t launch_few_rows(bool exact, const Moe& m, const MoeScratch& s, int grid,
-                            cudaStream_t stream) {
+cudaError_t launch_few_rows(bool exact, const Moe& m, MoeScratch s, cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
+  // Half as many blocks where a multiprocessor has room for one only.
+  if (s.row_groups == 2 && exact) s.grid = s.grid * ExpertShape<2, 2>::kBlocks / 2;
   cudaError_t error = launch_sort(m, s, stream);
   if (error == cudaSuccess) error = launch_rotate_routes(m, s, terms, stream);
   for (const bool down : {false, true}) {
     if (error != cudaSuccess) return error;
     if (s.row_groups == 2)
-      error = exact ? launch_experts<2, true>(down, m, s, grid, stream)
-                    : launch_experts<2, false>(down, m, s, grid, stream);
+      error = exact ? launch_experts<2, true>(down, m, s, stream)
+                    : launch_experts<2, false>(down, m, s, stream);
     else
-      error = exact ? launch_experts<1, true>(down, m, s, grid, stream)
-                    : launch_experts<1, false>(down, m, s, grid, stream);
+      error = exact ? launch_experts<1, true>(down, m, s, stream)
+                    : launch_experts<1, false>(down, m, s, stream);
   }
   return error == cudaSuccess ? launch_add(m, s, stream) : error;
 }
@@ -188,7 +190,7 @@ cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cud
       const MoeScratch s =
           take_scratch(z, routes, std::min(z.experts, routes), terms, row_groups, plan.grid, arena);
       error = are_tiles(s.row_groups) ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
-                                      : launch_few_rows(exact, m, s, plan.grid, stream);
+                                      : launch_few_rows(exact, m, s, stream);
     }
     if (error != cudaSuccess) return error;
   }

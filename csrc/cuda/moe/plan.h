@@ -27,10 +27,13 @@ constexpr int kTileGroups = 16, kTallGroups = 32;
 TRELLIS_ANYWHERE constexpr bool are_tiles(int row_groups) { return row_groups >= kTileGroups; }
 
 struct MoeScratch {
-  int64_t slots;             // at most
-  int row_blocks;            // at most
-  int row_groups;            // eights of rows in a row block
-  int* count;                // row blocks there are; for tiles, slots
+  int64_t slots;   // at most
+  int row_blocks;  // at most
+  int row_groups;  // eights of rows in a row block
+  int grid;        // thread blocks of the products
+  // Row blocks there are; slots, for tiles; whether the pieces of gate and up, and those of down, are cut by cost.
+  int* count;                // [4], 16-byte aligned
+  int* begins;               // then: [gate and up, down][grid + 1]: a block's first piece
   int* expert;               // [row blocks]
   int* rows;                 // [row blocks]: that are not padding
   int* first;                // for tiles: [row blocks]: slot
