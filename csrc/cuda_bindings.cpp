@@ -6,7 +6,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <array>
 #include <optional>
 #include <utility>

@@ -117,6 +117,7 @@ def test_numbers_of_tokens(tokens, count):
     "layer",
     [
         {"experts": 64, "intermediate": 2048},
+        {"experts": 32, "intermediate": 8192},  # more pieces than a block keeps
         {"experts": 36, "hidden": 2048, "intermediate": 128, "slices": 2},
         {"experts": 16, "hidden": 4224, "intermediate": 384},  # three segments
         {"experts": 16, "hidden": 640, "intermediate": 4224, "gated": False},
@@ -454,7 +455,7 @@ def test_the_same_bits_every_time_and_for_any_number_of_tokens(dtype):
         {"hidden": 100, "intermediate": 2100, "biases": True},
         {"experts": 40, "slices": 4, "hidden": 640, "intermediate": 256, "biases": True},
         {"codebook": "mul1", "gated": False, "absent": (1,)},
-        {"hidden": 1024, "intermediate": 4096, "slices": 2},  # more pieces than a block keeps
+        {"hidden": 128, "intermediate": 8192, "slices": 4},  # more pieces than a block keeps
     ],
 )
 def test_few_routes_have_the_bits_of_few_rows(layer, dtype):

@@ -39,8 +39,8 @@ struct Gpu {
 Route choose_route(const Gemm& g, const Gpu& gpu);
 bool can_run(Route route, const Gpu& gpu);
 
-// How many of g.m rows the next launch takes: all of them, or fewer where those that are left cost less by
-// another launch, which decodes the weights again.
+// How many of g.m rows the next launch takes: all of them, or fewer where it takes no more at a time, or those that are
+// left cost less by another launch. Each launch decodes the weights again.
 int64_t rows_at_once(const Gemm& g, Route route, const Gpu& gpu);
 
 // ---- few rows (gemm/small*) -----------------------------------------------------------------------
@@ -78,7 +78,7 @@ struct TileSchedule {
   int rest;    // tiles that are cut into stretches
   int share;   // steps of a stretch
   int pitch;   // steps from one tile's stretches to the next one's: `steps`, or more to end evenly
-  int64_t cost;  // estimated steps of the longest worker; 0 where there was no choice
+  int64_t cost;  // estimated steps of the longest worker; 0 for slices and for a given share
 };
 
 // `share`: 0 for the best way; otherwise stretches of so many steps, or, negative, so many slices.

@@ -36,8 +36,8 @@ struct FewPiece {
   __device__ __forceinline__ int row_of(int sum) const { return sum / 16 * inverse >> 9; }
 };
 constexpr int kFewPieces = 8;  // that a block keeps
-// Made before anything else, and after each as many as that. By then their places have been read by all, and their
-// first reader is two meetings of the sums away.
+// Made before anything else; and after piece 0 and every so many more. By then their places have been read by all, and
+// the first to be read of them is two meetings of the sums away.
 constexpr int kFewFirstPieces = 3, kFewMorePieces = 4;
 static_assert(kFewFirstPieces + kFewMorePieces <= kFewPieces);
 

@@ -40,16 +40,15 @@ MoeScratch take_scratch(const Sizes& z, int64_t routes, int64_t hit, int terms, 
   const int64_t rows = row_groups * 8;
   const int64_t row_blocks = std::min(routes, routes / rows + hit);
   s.slots = tiles ? (routes / 8 + hit) * 8 : row_blocks * rows;
-  s.row_blocks = static_cast<int>(row_blocks);
   s.row_groups = row_groups;
   s.grid = grid;
   s.count = arena.take<int>(4);
-  s.begins = arena.take<int>(2 * (grid + 1));
   s.expert = arena.take<int>(row_blocks);
-  s.rows = arena.take<int>(row_blocks);
-  s.first = arena.take<int>(row_blocks);
+  if (tiles)
+    s.first = arena.take<int>(row_blocks), s.route = arena.take<int>(s.slots);
+  else
+    s.rows = arena.take<int>(row_blocks), s.begins = arena.take<int>(2 * (grid + 1));
   s.matrices = arena.take<longlong2>(row_blocks * z.slices * 3);
-  s.route = arena.take<int>(s.slots);
   s.slot = arena.take<int>(routes);
   // x, for gate and for up, and what down takes: terms of two bytes.
   s.x = arena.take<uint32_t>(s.slots * z.slices * z.hidden * terms);
@@ -110,7 +109,9 @@ int64_t enough_bytes(int64_t tokens, const Sizes& z, int grid) {
 cudaError_t launch_few_rows(bool exact, const Moe& m, MoeScratch s, cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
   // Half as many blocks where a multiprocessor has room for one only.
-  if (s.row_groups == 2 && exact) s.grid = s.grid * ExpertShape<2, 2>::kBlocks / 2;
+  static_assert(ExpertShape<1, 1>::kBlocks == 2 && ExpertShape<1, 2>::kBlocks == 2 &&
+                ExpertShape<2, 1>::kBlocks == 2 && ExpertShape<2, 2>::kBlocks == 1);
+  if (s.row_groups == 2 && exact) s.grid /= 2;
   cudaError_t error = launch_sort(m, s, stream);
   if (error == cudaSuccess) error = launch_rotate_routes(m, s, terms, stream);
   for (const bool down : {false, true}) {
@@ -125,21 +126,21 @@ cudaError_t launch_few_rows(bool exact, const Moe& m, MoeScratch s, cudaStream_t
   return error == cudaSuccess ? launch_add(m, s, stream) : error;
 }
 
-cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScratch& s, int grid,
+cudaError_t launch_many_rows(bool exact, bool wgmma, const Moe& m, const MoeScratch& s,
                              cudaStream_t stream) {
   const int terms = exact ? 2 : 1;
   cudaError_t error = launch_sort(m, s, stream);
   if (error == cudaSuccess) error = launch_rotate_slots(m, s, terms, stream);
   for (const bool down : {false, true}) {
     if (error == cudaSuccess && s.row_groups == kTallGroups)
-      error = exact ? launch_tall_tiles_of_experts<2>(down, m, s, grid / 2, stream)
-                    : launch_tall_tiles_of_experts<1>(down, m, s, grid / 2, stream);
+      error = exact ? launch_tall_tiles_of_experts<2>(down, m, s, s.grid / 2, stream)
+                    : launch_tall_tiles_of_experts<1>(down, m, s, s.grid / 2, stream);
     else if (error == cudaSuccess && wgmma)
-      error = exact ? launch_wide_tiles_of_experts<2>(down, m, s, grid, stream)
-                    : launch_wide_tiles_of_experts<1>(down, m, s, grid, stream);
+      error = exact ? launch_wide_tiles_of_experts<2>(down, m, s, s.grid, stream)
+                    : launch_wide_tiles_of_experts<1>(down, m, s, s.grid, stream);
     else if (error == cudaSuccess)
-      error = exact ? launch_tiles_of_experts<2>(down, m, s, grid, stream)
-                    : launch_tiles_of_experts<1>(down, m, s, grid, stream);
+      error = exact ? launch_tiles_of_experts<2>(down, m, s, s.grid, stream)
+                    : launch_tiles_of_experts<1>(down, m, s, s.grid, stream);
     if (error == cudaSuccess && !down) error = launch_activate_slots(m, s, terms, stream);
   }
   return error == cudaSuccess ? launch_add_slots(m, s, stream) : error;
@@ -189,7 +190,7 @@ cudaError_t launch_moe(const Moe& all, const MoePlan& plan, void* workspace, cud
       const int64_t routes = chunk * z.top_k;
       const MoeScratch s =
           take_scratch(z, routes, std::min(z.experts, routes), terms, row_groups, plan.grid, arena);
-      error = are_tiles(s.row_groups) ? launch_many_rows(exact, plan.wgmma, m, s, plan.grid, stream)
+      error = are_tiles(s.row_groups) ? launch_many_rows(exact, plan.wgmma, m, s, stream)
                                       : launch_few_rows(exact, m, s, stream);
     }
     if (error != cudaSuccess) return error;

@@ -28,17 +28,16 @@ TRELLIS_ANYWHERE constexpr bool are_tiles(int row_groups) { return row_groups >=
 
 struct MoeScratch {
   int64_t slots;   // at most
-  int row_blocks;  // at most
   int row_groups;  // eights of rows in a row block
   int grid;        // thread blocks of the products
   // Row blocks there are; slots, for tiles; whether the pieces of gate and up, and those of down, are cut by cost.
   int* count;                // [4], 16-byte aligned
   int* begins;               // then: [gate and up, down][grid + 1]: a block's first piece
   int* expert;               // [row blocks]
-  int* rows;                 // [row blocks]: that are not padding
+  int* rows;                 // for few rows: [row blocks]: that are not padding
   int* first;                // for tiles: [row blocks]: slot
   longlong2* matrices;       // [row blocks][slices][gate, up, down]: as in the table
-  int* route;                // [slots], -1: padding
+  int* route;                // for tiles: [slots], -1: padding
   int* slot;                 // [routes], -1: contributes nothing
   unsigned* arrived_inner;   // [row blocks][slices][128-blocks of inner]: parts of a unit's sums
   unsigned* arrived_hidden;  // the same of hidden

@@ -9,6 +9,16 @@ namespace {
 constexpr int kSortThreads = 1024;
 constexpr int kWarpsPerBlock = 8;
 
+// The sum of the values of this lane and those before it.
+__device__ __forceinline__ long long sum_up_to_lane(long long value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const long long other = __shfl_up_sync(0xFFFFFFFFu, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
 // Sums of the block's threads up to this one, and of all. `sums`: of warps, in shared memory.
 __device__ __forceinline__ long long sum_up_to_thread(long long value, long long* sums,
                                                       long long& all) {
@@ -31,14 +41,14 @@ struct Sorted {
   long long* costs_before;
 
   __device__ __forceinline__ explicit Sorted(int experts) {
-    extern __shared__ long long sort_memory[];
-    costs_before = sort_memory;
-    counts = reinterpret_cast<int*>(costs_before + experts);
+    extern __shared__ __align__(8) int sort_memory[];
+    counts = sort_memory;
     starts = counts + experts;
     first_row_block = starts + experts;
     costs = first_row_block + experts;
+    costs_before = reinterpret_cast<long long*>(costs + experts);
   }
-  static constexpr int kBytes = 8 + 4 * 4;  // of an expert
+  static constexpr int kBytes = 4 * 4 + 8, kTileBytes = 3 * 4;  // of an expert
 };
 
 // A bit for each cost that a rate of an expert has.
@@ -157,10 +167,12 @@ __global__ void __launch_bounds__(kSortThreads)
     sorted.first_row_block[e] = row_block;
     for (int b = 0; b < row_blocks_of(e); ++b, ++row_block) {
       s.expert[row_block] = e;
-      s.rows[row_block] = min(rows, counts[e] - b * rows);
-      s.first[row_block] = slot_of_first + b * rows;
+      if (tiles)
+        s.first[row_block] = slot_of_first + b * rows;
+      else
+        s.rows[row_block] = min(rows, counts[e] - b * rows);
     }
-    for (int r = counts[e]; r < slots; ++r) s.route[slot_of_first + r] = -1;
+    for (int r = counts[e]; tiles && r < slots; ++r) s.route[slot_of_first + r] = -1;
     slot_of_first += slots;
   }
   const auto to_cut = [&](const auto& units, uint32_t of_rates) {
@@ -182,7 +194,7 @@ __global__ void __launch_bounds__(kSortThreads)
     if (expert < 0) continue;
     const int slot = atomicAdd(starts + expert, 1);
     s.slot[i] = slot;
-    s.route[slot] = i;
+    if (tiles) s.route[slot] = i;
   }
   const int of_block = static_cast<int>(m.slices) * 3;
   for (int i = thread; i < row_blocks * of_block; i += kSortThreads) {
@@ -238,7 +250,8 @@ __global__ void __launch_bounds__(256) add_routes(const Moe m, const MoeScratch 
 }  // namespace
 
 cudaError_t launch_sort(const Moe& m, const MoeScratch& scratch, cudaStream_t stream) {
-  const int bytes = static_cast<int>(m.experts) * Sorted::kBytes;
+  const int bytes = static_cast<int>(m.experts) *
+                    (are_tiles(scratch.row_groups) ? Sorted::kTileBytes : Sorted::kBytes);
   cudaError_t error = prefer_shared(sort_routes);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(sort_routes, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -1,5 +1,5 @@
-// How the products of few rows of an expert (experts.cuh) are cut into pieces, and those dealt to thread blocks: in
-// shares of equal cost, since matrices may have different rates.
+// How the products of few rows of an expert (experts.cuh) are cut into pieces, and those dealt to thread blocks: as many
+// to each, or, where rates differ and pieces are many, in shares of equal cost.
 #pragma once
 
 #include "vectors.cuh"

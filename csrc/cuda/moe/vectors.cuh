@@ -6,17 +6,6 @@
 
 namespace trellis::cuda {
 
-// The sum of the values of this lane and those before it.
-template <typename T>
-__device__ __forceinline__ T sum_up_to_lane(T value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const T other = __shfl_up_sync(0xFFFFFFFFu, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-
 // The id that a route names, whatever it is.
 __device__ __forceinline__ int64_t expert_of_route(const Moe& m, int64_t route) {
   return m.wide_ids ? static_cast<const int64_t*>(m.ids)[route]
