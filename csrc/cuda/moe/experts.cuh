@@ -55,20 +55,21 @@ struct ExpertShape {
   static constexpr int kBlocks = kShared <= 113 * 1024 ? 2 : 1;
 };
 
+__device__ __forceinline__ char* expert_shared() {
+  extern __shared__ __align__(128) char expert_memory[];
+  return expert_memory;
+}
 template <typename Shape>
 __device__ __forceinline__ Piece* kept_pieces() {
-  extern __shared__ __align__(128) char expert_shared[];
-  return reinterpret_cast<Piece*>(expert_shared + Shape::kPieces);
+  return reinterpret_cast<Piece*>(expert_shared() + Shape::kPieces);
 }
 template <typename Shape>
 __device__ __forceinline__ float4* meeting_place() {
-  extern __shared__ __align__(128) char expert_shared[];
-  return reinterpret_cast<float4*>(expert_shared + Shape::kParts);
+  return reinterpret_cast<float4*>(expert_shared() + Shape::kParts);
 }
 template <typename Shape>
 __device__ __forceinline__ uint32_t ring_of_warp() {
-  extern __shared__ __align__(128) char expert_shared[];
-  return shared_address(expert_shared) + threadIdx.x / 32 * Shape::kRing;
+  return shared_address(expert_shared()) + threadIdx.x / 32 * Shape::kRing;
 }
 
 // What a warp does of a piece.
@@ -315,19 +316,17 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
   constexpr int kTerms = kExact ? 2 : 1;
   using Shape = ExpertShape<kRowGroups, kTerms>;
   constexpr int kSums = kRowGroups * kUnitQuads;
-  extern __shared__ __align__(128) char expert_shared[];
   Piece* const pieces = kept_pieces<Shape>();
   float4* const parts = meeting_place<Shape>();
-  int* const flag = reinterpret_cast<int*>(expert_shared + Shape::kFlag);
+  int* const flag = reinterpret_cast<int*>(expert_shared() + Shape::kFlag);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   const Units<kDown> units(m);
-  const int of_unit = units.pieces;
   // Down may start when all of gate and up have passed this wait: the sort is done by then, and what it left
   // is all that down needs to fetch its first weights.
   if constexpr (!kDown) wait_for_previous_kernel();
   let_next_kernel_start();
-  const Shares<kDown> shares(m, s, units, reinterpret_cast<int*>(expert_shared + Shape::kNear));
+  const Shares<kDown> shares(m, s, units, reinterpret_cast<int*>(expert_shared() + Shape::kNear));
   __syncthreads();
   const int block = static_cast<int>(blockIdx.x);
   const int begin = shares.begin(block), stop = shares.begin(block + 1);
@@ -353,7 +352,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     const Piece& piece = pieces[number];
     const int unit = piece.unit, segment = piece.segment;
     const int pass = segment < units.segments ? 0 : 1;
-    const bool whole = begin <= unit * of_unit && (unit + 1) * of_unit <= stop;
+    const bool whole = begin <= unit * units.pieces && (unit + 1) * units.pieces <= stop;
     stage = multiply_any<kExact, kTerms, kRowGroups>(number, stage, held + pass * kRowGroups,
                                                      !whole || segment == pass * units.segments);
     // Nobody reads the other half any more, since the sums have met.
@@ -362,9 +361,9 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
     const auto part_of = [&](int block, int of_segment) {
       // A block's share begins in the unit of its first place for parts; any other that it does not have to itself
       // is its last, and has the second.
-      const int place = shares.begin(block) >= unit * of_unit ? 0 : 1;
+      const int place = shares.begin(block) >= unit * units.pieces ? 0 : 1;
       return reinterpret_cast<float4*>(s.parts) +
-             ((static_cast<int64_t>(block) * 2 + place) * of_unit + of_segment) * kSums +
+             ((static_cast<int64_t>(block) * 2 + place) * units.pieces + of_segment) * kSums +
              threadIdx.x;
     };
     if (!whole) {
@@ -372,12 +371,12 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
       for (int r = 0; r < kRowGroups; ++r)
         __stcg(part_of(block, segment) + r * kUnitQuads, held[pass * kRowGroups + r]);
     }
-    if (segment + 1 < of_unit && at + 1 < stop) continue;
+    if (segment + 1 < units.pieces && at + 1 < stop) continue;
     __syncthreads();
 
     if (!whole) {
       if (threadIdx.x == 0) {
-        const int blocks = shares.blocks_of(unit * of_unit, (unit + 1) * of_unit);
+        const int blocks = shares.blocks_of(unit * units.pieces, (unit + 1) * units.pieces);
         *flag = arrive(arrived + unit) + 1 == static_cast<unsigned>(blocks);
       }
       __syncthreads();
@@ -390,7 +389,7 @@ __global__ void __launch_bounds__(kExpertWarps * 32,
           float4 sum;
           for (int i = 0; i < units.segments; ++i) {
             const int of_segment = of_pass * units.segments + i;
-            const int whose = shares.block_of(unit * of_unit + of_segment);
+            const int whose = shares.block_of(unit * units.pieces + of_segment);
             const float4 part = __ldcg(part_of(whose, of_segment) + r * kUnitQuads);
             sum = i == 0 ? part : add(sum, part);
           }

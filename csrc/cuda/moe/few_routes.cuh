@@ -103,7 +103,7 @@ __device__ __forceinline__ longlong2 few_entry(const Moe& m, const FewSorted& so
                matrix.slice);
 }
 
-// How many tiles from `first` on are multiplied at a time, of `left` there are.
+// How many tiles are multiplied at a time, of `left` that the block has of a matrix.
 __device__ __forceinline__ int few_count(int tile_words, int left) {
   const int most = few_tiles_of(tile_words);
   // Two pieces of about four rather than one of six and a rest.

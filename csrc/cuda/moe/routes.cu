@@ -49,6 +49,11 @@ struct Sorted {
     costs_before = reinterpret_cast<long long*>(costs + experts);
   }
   static constexpr int kBytes = 4 * 4 + 8, kTileBytes = 3 * 4;  // of an expert
+
+  // `rows`: of a row block.
+  __device__ __forceinline__ int row_blocks_of(int expert, int rows) const {
+    return (counts[expert] + rows - 1) / rows;
+  }
 };
 
 // A bit for each cost that a rate of an expert has.
@@ -58,8 +63,7 @@ __device__ __forceinline__ uint32_t kinds_of(const Moe& m, int64_t expert) {
   uint32_t kinds = 0;
   for (int pass = 0; pass < units.passes; ++pass)
     for (int64_t slice = 0; slice < m.slices; ++slice) {
-      const int64_t matrix = (units.which(pass) * m.experts + expert) * m.slices + slice;
-      const int64_t tile_words = m.table[matrix * 2 + 1];
+      const int64_t tile_words = tile_words_of(m, units.which(pass), expert, slice);
       if (tile_words != 0) kinds |= 1u << cost_of_rate(tile_words);
     }
   return kinds;
@@ -74,20 +78,19 @@ __device__ __noinline__ void cut_by_cost(const Moe& m, const MoeScratch& s, int 
   const Units<kDown> units(m);
   const Sorted sorted(static_cast<int>(m.experts));
   const int rows = s.row_groups * 8, column_blocks = units.column_blocks;
-  const auto row_blocks_of = [&](int e) { return (sorted.counts[e] + rows - 1) / rows; };
   long long mine = 0, all;
   for (int e = first; e < last; ++e) {
     int cost = 0;
     for (int64_t slice = 0; slice < m.slices; ++slice)
       cost += Costs<kDown>(m, units, e, slice).of_unit * column_blocks;
     sorted.costs[e] = cost;
-    mine += static_cast<long long>(row_blocks_of(e)) * cost;
+    mine += static_cast<long long>(sorted.row_blocks_of(e, rows)) * cost;
   }
   __syncthreads();
   long long before = sum_up_to_thread(mine, sums, all) - mine;
   for (int e = first; e < last; ++e) {
     sorted.costs_before[e] = before;
-    before += static_cast<long long>(row_blocks_of(e)) * sorted.costs[e];
+    before += static_cast<long long>(sorted.row_blocks_of(e, rows)) * sorted.costs[e];
   }
   __syncthreads();
   for (int block = threadIdx.x; block <= s.grid; block += kSortThreads) {
@@ -150,13 +153,12 @@ __global__ void __launch_bounds__(kSortThreads)
   const int eights_of_block = tiles ? 1 : s.row_groups;
   const int share = (experts + kSortThreads - 1) / kSortThreads;
   const int first = min(thread * share, experts), last = min(first + share, experts);
-  const auto row_blocks_of = [&](int e) { return (counts[e] + rows - 1) / rows; };
   const auto slots_of = [&](int e) {
     return (counts[e] + eights_of_block * 8 - 1) / (eights_of_block * 8) * eights_of_block * 8;
   };
   long long mine = 0;
   for (int e = first; e < last; ++e)
-    mine += (static_cast<long long>(row_blocks_of(e)) << 32) + slots_of(e);
+    mine += (static_cast<long long>(sorted.row_blocks_of(e, rows)) << 32) + slots_of(e);
   long long all;
   const long long sum = sum_up_to_thread(mine, warp_sums, all) - mine;
   int row_block = static_cast<int>(sum >> 32), slot_of_first = static_cast<int>(sum);
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int slots = slots_of(e);
     starts[e] = slot_of_first;
     sorted.first_row_block[e] = row_block;
-    for (int b = 0; b < row_blocks_of(e); ++b, ++row_block) {
+    for (int b = 0; b < sorted.row_blocks_of(e, rows); ++b, ++row_block) {
       s.expert[row_block] = e;
       if (tiles)
         s.first[row_block] = slot_of_first + b * rows;

@@ -50,8 +50,7 @@ struct Costs {
   __device__ Costs(const Moe& m, const Units<kDown>& units, int64_t expert, int64_t slice)
       : of_block{}, of_pass{} {
     for (int pass = 0; pass < units.passes; ++pass) {
-      const int64_t matrix = (units.which(pass) * m.experts + expert) * m.slices + slice;
-      of_block[pass] = cost_of_rate(m.table[matrix * 2 + 1]);
+      of_block[pass] = cost_of_rate(tile_words_of(m, units.which(pass), expert, slice));
       of_pass[pass] = of_block[pass] * units.blocks + kCostOfPiece * units.segments;
     }
     of_unit = of_pass[0] + of_pass[1];

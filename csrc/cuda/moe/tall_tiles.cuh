@@ -60,7 +60,6 @@ __device__ __forceinline__ void multiply_tall_tile(const TileItem& item, const P
                                                    uint64_t* empty, Ring& ring,
                                                    float (&sums)[kRows / 2]) {
   using Shape = TallShape<kTerms>;
-  constexpr int kGroup = 2;  // k tiles that are decoded while as many are multiplied
   const TileDecoder<Shape::kX> decoder(item);
   const uint32_t first_stage = hold(shared_address(stages));
 #pragma unroll
@@ -69,14 +68,9 @@ __device__ __forceinline__ void multiply_tall_tile(const TileItem& item, const P
   for (int step = 0; step < item.steps; ++step) {
     barrier_wait(full + ring.stage, ring.parity);
     const uint32_t stage = first_stage + ring.stage * Shape::kStage;
-    uint32_t a[2][kGroup][4];
-#pragma unroll
-    for (int first = 0; first < kTileSteps; first += kGroup) {
-      auto& fragments = a[first / kGroup];
-      decoder.decode(stage, first, powers, fragments);
-      multiply_fragments<kTerms, kRows>(stage, first, fragments, sums);
-      if (first == 0 && before >= 0) barrier_arrive(empty + before);
-    }
+    multiply_step<kTerms, kRows>(decoder, stage, powers, sums, [&] {
+      if (before >= 0) barrier_arrive(empty + before);
+    });
     before = ring.stage;
     ring.advance<Shape::kStages>();
   }

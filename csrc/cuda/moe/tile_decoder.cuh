@@ -94,5 +94,22 @@ __device__ __forceinline__ void multiply_fragments(uint32_t stage, int first,
   wgmma_wait<1>();
 }
 
+// Adds up a step that lies at `stage`; some k tiles are decoded while the tensor cores work on as many others.
+// `before_is_done` runs as soon as they are done with the step before.
+template <int kTerms, int kRows, int kPacked, typename F>
+__device__ __forceinline__ void multiply_step(const TileDecoder<kPacked>& decoder, uint32_t stage,
+                                              const PowersOfTwo& powers, float (&sums)[kRows / 2],
+                                              F before_is_done) {
+  constexpr int kGroup = 2;
+  uint32_t a[2][kGroup][4];
+#pragma unroll
+  for (int first = 0; first < kTileSteps; first += kGroup) {
+    auto& fragments = a[first / kGroup];
+    decoder.decode(stage, first, powers, fragments);
+    multiply_fragments<kTerms, kRows>(stage, first, fragments, sums);
+    if (first == 0) before_is_done();
+  }
+}
+
 }  // namespace trellis::cuda
 #endif

@@ -6,6 +6,12 @@
 
 namespace trellis::cuda {
 
+// Words of a tile, by the table; 0: the matrix is not here.
+__device__ __forceinline__ int64_t tile_words_of(const Moe& m, int which, int64_t expert,
+                                                 int64_t slice) {
+  return m.table[((which * m.experts + expert) * m.slices + slice) * 2 + 1];
+}
+
 // The id that a route names, whatever it is.
 __device__ __forceinline__ int64_t expert_of_route(const Moe& m, int64_t route) {
   return m.wide_ids ? static_cast<const int64_t*>(m.ids)[route]
@@ -17,7 +23,7 @@ __device__ __forceinline__ int expert_of(const Moe& m, int64_t route) {
   const int64_t id = expert_of_route(m, route);
   if (id < 0 || id >= m.experts) return -1;
   for (int64_t slice = 0; slice < m.slices; ++slice)
-    if (m.table[((2 * m.experts + id) * m.slices + slice) * 2 + 1] == 0) return -1;
+    if (tile_words_of(m, 2, id, slice) == 0) return -1;
   return static_cast<int>(id);
 }
 

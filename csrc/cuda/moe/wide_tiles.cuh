@@ -20,7 +20,6 @@ template <int kTerms, int kRows>
 __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const PowersOfTwo& powers,
                                                    char* stages, float (&sums)[kRows / 2]) {
   constexpr int kStages = kWideTileStages<kTerms>;
-  constexpr int kGroup = 2;  // k tiles that are decoded while as many are multiplied
   // Steps whose copies are under way. The stage before the one that is multiplied is left alone if there are
   // enough, as the tensor cores may still read it.
   constexpr int kAhead = kStages > 2 ? kStages - 2 : 1;
@@ -38,13 +37,7 @@ __device__ __forceinline__ void multiply_wide_tile(const TileItem& item, const P
     if constexpr (kStages == 2) wgmma_wait<0>();
     __syncthreads();  // everybody's copies are there, and the stage that is filled next is done with
     copies.bring();
-    uint32_t a[2][kGroup][4];
-#pragma unroll
-    for (int first = 0; first < kTileSteps; first += kGroup) {
-      auto& fragments = a[first / kGroup];
-      decoder.decode(stage, first, powers, fragments);
-      multiply_fragments<kTerms, kRows>(stage, first, fragments, sums);
-    }
+    multiply_step<kTerms, kRows>(decoder, stage, powers, sums, [] {});
   }
   wgmma_wait<0>();
   copy_wait<0>();
